@@ -70,13 +70,15 @@ _originals: dict[str, Callable] = {}
 
 def install() -> None:
     """Adds `speculator=` to `generate` of every transformers model. `import hf_speculate` calls it; a second call does
-    nothing.
+    nothing. Another import of this package, whose modules were dropped since, gives way to this one.
 
     Raises:
         IncompatibleTransformersError: a method to wrap is missing or has changed. Nothing is wrapped then.
     """
     if _originals:
         return
+    for name in ("generate", "_validate_generation_mode", "_sample"):
+        setattr(GenerationMixin, name, _unwrapped(getattr(GenerationMixin, name)))
     check_transformers()
     install_attention()
     for name, wrap in (
@@ -87,6 +89,13 @@ def install() -> None:
         original = getattr(GenerationMixin, name)
         _originals[name] = original
         setattr(GenerationMixin, name, wrap(original))
+
+
+def _unwrapped(method: Callable) -> Callable:
+    """The method that imports of this package have wrapped."""
+    while callable(original := method.__dict__.get("__hf_speculate__")):
+        method = original
+    return method
 
 
 def uninstall() -> None:
@@ -111,6 +120,7 @@ def _wrap_generate(original: Callable) -> Callable:
             note = _Note(self, resolve(chosen, self), explicit, streamed.get(), has_cache)
         # Set it even to None: a `generate` call within another one (token healing) must not take the outer note.
         tokens = _note.set(note), streamed.set(None), _is_aside.set(_is_aside.get())
+        num_layers = getattr(self.config, "num_hidden_layers", None)
         try:
             if note is not None:
                 with _stepping_aside(note, UnsupportedRequestError, TargetMismatchError):
@@ -124,6 +134,8 @@ def _wrap_generate(original: Callable) -> Callable:
             _is_aside.reset(tokens[2])
             if note is not None:
                 keep_saveable(self)
+                if num_layers != getattr(self.config, "num_hidden_layers", None):  # an interrupted early exit
+                    self.config.num_hidden_layers = num_layers
 
     signature = inspect.signature(original)
     parameters = list(signature.parameters.values())
@@ -131,7 +143,7 @@ def _wrap_generate(original: Callable) -> Callable:
         "speculator", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Speculator | str | None"
     )
     generate.__signature__ = signature.replace(parameters=[*parameters[:-1], new, parameters[-1]])  # type: ignore
-    generate.__dict__["__hf_speculate__"] = True
+    generate.__dict__["__hf_speculate__"] = original
     # `__wrapped__` leads past `torch.no_grad`, as it did before.
     generate.__wrapped__ = getattr(original, "__wrapped__", original)
     return generate
@@ -146,7 +158,7 @@ def _wrap_validate(original: Callable) -> Callable:
                 check_request(generation_mode, generation_config, generation_mode_kwargs)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
-    _validate_generation_mode.__dict__["__hf_speculate__"] = True
+    _validate_generation_mode.__dict__["__hf_speculate__"] = original
     return _validate_generation_mode
 
 
@@ -172,7 +184,7 @@ def _wrap_sample(original: Callable) -> Callable:
                 return _speculate(note, arguments, dict(ours), *shape, sizes)
         return original(*arguments, **kwargs)
 
-    _sample.__dict__["__hf_speculate__"] = True
+    _sample.__dict__["__hf_speculate__"] = original
     return _sample
 
 

@@ -82,6 +82,10 @@ def with_our_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dic
 
 def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
     cache, position_ids = kwargs.get(CACHE_NAME), kwargs.get("position_ids")
+    if not input_ids.shape[0] or (not input_ids.shape[1] and kwargs.get("inputs_embeds") is None):
+        raise UnsupportedRequestError(
+            f"speculator= needs a prompt of at least one row and one token; this one is {list(input_ids.shape)}."
+        )
     if not isinstance(cache, Cache):
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache, but {type(model).__name__} has {type(cache).__name__}."

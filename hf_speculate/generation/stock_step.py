@@ -12,7 +12,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from ..cache import CACHE_NAME, as_cache
 from ..errors import PromptError
-from ..models import GenerativeModel, has_own_method
+from ..models import GenerativeModel
 from ..verification import Sequences
 
 
@@ -56,17 +56,16 @@ class StockStep:
     def forward_kwargs(self, cache: Cache) -> dict[str, Any]:
         """Further arguments of every forward after the prompt. Call it when the prompt has run.
 
-        Stock passes on everything that `generate` was given. A model with its own input preparation may drop some of
-        it, such as an image that is already in the cache. Text-only requests skip this check: the model's trial covers
-        them.
+        These are the arguments of `generate` that are left after the model's own preparation of inputs, which drops
+        `labels`, or an image that is already in the cache.
 
         Raises:
             PromptError: the model changes these arguments, perhaps at every step.
         """
         given = {name: v for name, v in self._kwargs.items() if v is not None and name not in OWN_KWARGS}
         more = [name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if self._kwargs.get(name) is not None]
-        if not (given or more) or not has_own_method(self._model, "prepare_inputs_for_generation"):
-            return given
+        if not (given or more):
+            return {}
         prompt = self._sequences.prompt
         name = type(self._model).__name__
         try:

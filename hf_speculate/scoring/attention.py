@@ -54,7 +54,8 @@ def install_attention() -> None:
     """
     if "sdpa" not in getattr(AttentionInterface, "_global_mapping", {}):
         raise incompatible("AttentionInterface has no table with 'sdpa'")
-    if AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward:
+    known: Any = AttentionInterface._global_mapping["sdpa"]
+    if known is sdpa_attention_forward or known.__module__ == __name__:  # or of a dropped import of this module
         AttentionInterface.register("sdpa", grouped_sdpa)
 
 

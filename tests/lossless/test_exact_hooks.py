@@ -27,7 +27,10 @@ def looks(_module, _inputs, _output):
 
 
 def _changed(output, change):
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    """The output with its states changed; outputs of whole models stay."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    return (change(output[0]), *output[1:]) if type(output) is tuple and torch.is_tensor(output[0]) else None
 
 
 def scales(_module, _inputs, output):
@@ -47,7 +50,7 @@ class Projects:
         width = states.shape[-1]
         if self._matrix is None:
             self._matrix = torch.randn(width, width, generator=self._random).to(states.dtype) / 50
-        return states + states @ self._matrix
+        return states + states @ self._matrix if states.is_floating_point() else states
 
 
 def hook_of(choose):
