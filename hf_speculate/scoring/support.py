@@ -74,8 +74,8 @@ def outside_kernel(model: PreTrainedModel) -> str:
     if not any(are_native) or all(are_native):
         return ""
     return (
-        f"layer {are_native.index(False)} is not computed by the kernel: it has no form for it, or a hook or an adapter "
-        "is on one of its modules"
+        f"layer {are_native.index(False)} is not computed by the kernel: it has no form for it, or a hook or an "
+        "adapter is on one of its modules"
     )
 
 

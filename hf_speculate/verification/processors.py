@@ -12,8 +12,10 @@ True`. An unknown processor gets the whole batch at every call, as in stock.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
@@ -65,15 +67,51 @@ _KNOW_THE_BATCH = (
 class KnownProcessors(LogitsProcessorList):
     """Processors that take only text and scores, called without inspecting their signatures.
 
-    Stock inspects every signature at every call, which takes longer than most processors. Top-p does not
-    sort the vocabulary (`nucleus`).
+    Stock inspects every signature at every call, which takes longer than most processors. Top-p does not sort the
+    vocabulary (`nucleus`), and tokens are suppressed by index.
     """
 
     def __call__(self, input_ids, scores, **_: Any):
         for processor in self:
-            is_top_p = type(processor) is lp.TopPLogitsWarper
-            scores = top_p(processor, scores) if is_top_p else processor(input_ids, scores)
+            quick = _QUICK.get(type(processor)) if scores.device.type == "cpu" else None
+            scores = processor(input_ids, scores) if quick is None else quick(processor, input_ids, scores)
         return scores
+
+
+def _before_length(processor: lp.MinLengthLogitsProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
+    is_short = input_ids.shape[-1] < processor.min_length
+    return _suppressed(scores, processor.eos_token_id) if is_short else scores
+
+
+def _before_new_tokens(processor: lp.MinNewTokensLengthLogitsProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
+    is_short = input_ids.shape[-1] - processor.prompt_length_to_skip < processor.min_new_tokens
+    return _suppressed(scores, processor.eos_token_id) if is_short else scores
+
+
+def _always(processor: lp.SuppressTokensLogitsProcessor, _input_ids: Tensor, scores: Tensor) -> Tensor:
+    return _suppressed(scores, processor.suppress_tokens)
+
+
+def _at_begin(processor: lp.SuppressTokensAtBeginLogitsProcessor, input_ids: Tensor, scores: Tensor) -> Tensor:
+    is_begin = input_ids.shape[-1] == processor.begin_index
+    return _suppressed(scores, processor.begin_suppress_tokens) if is_begin else scores
+
+
+def _suppressed(scores: Tensor, tokens: Any) -> Tensor:
+    """The scores with -inf at some tokens. Stock makes a mask of the whole vocabulary for each call."""
+    tokens = tokens.to(scores.device)
+    return scores.index_fill(-1, tokens[(tokens >= 0) & (tokens < scores.shape[-1])], -torch.inf)
+
+
+# Forms of stock's processors with the same results. On other devices than a CPU finding out which tokens count would be
+# a wait.
+_QUICK: dict[type, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    lp.TopPLogitsWarper: lambda processor, _, scores: top_p(processor, scores),
+    lp.MinLengthLogitsProcessor: _before_length,
+    lp.MinNewTokensLengthLogitsProcessor: _before_new_tokens,
+    lp.SuppressTokensLogitsProcessor: _always,
+    lp.SuppressTokensAtBeginLogitsProcessor: _at_begin,
+}
 
 
 def without_inspection(processors: LogitsProcessorList) -> LogitsProcessorList:

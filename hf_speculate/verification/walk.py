@@ -79,7 +79,7 @@ def verify(
         choose = look_up(table, tree, may_be_tainted=may_be_tainted)
     # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's own.
     host = tree.host if tree.num_nodes > 1 else None
-    if lockstep:
+    if lockstep or (host is None and _is_one_step(sampler, sequences)):
         _Descent(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(
             list(range(sequences.batch_size))
         )
@@ -92,6 +92,12 @@ def verify(
     for row in ended if pads_ended else ():
         walk.pad(row, max(sequences.num_emitted))
     return verdict
+
+
+def _is_one_step(sampler: Sampler, sequences: Sequences) -> bool:
+    """Whether roots alone are one step of plain decoding, which processors and noise take in one call for all rows."""
+    has_work = bool(sampler.processors) or sampler.noise is not None
+    return has_work and not any(sequences.finished) and len(set(sequences.num_emitted)) == 1
 
 
 @dataclass

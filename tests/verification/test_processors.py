@@ -20,7 +20,7 @@ from transformers.generation import logits_process as lp
 
 from hf_speculate import Speculator
 from hf_speculate.drafting import RAW_LAST
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.processors import without_inspection
 from hf_speculate.verification.sampler import Sampler
 
@@ -275,3 +275,44 @@ def test_known_processors_are_called_without_a_look_at_their_signatures(monkeypa
 
     for unknown in (LogitsProcessorList([Custom()]), type("Mine", (LogitsProcessorList,), {})(known)):
         assert without_inspection(unknown) is unknown
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lp.MinLengthLogitsProcessor(4, [3, 95]),
+        lp.MinLengthLogitsProcessor(3, [3, 200]),
+        lp.MinNewTokensLengthLogitsProcessor(1, 3, [5, 200]),
+        lp.MinNewTokensLengthLogitsProcessor(1, 2, 5),
+        lp.SuppressTokensLogitsProcessor([0, 5, 95, 300]),
+        lp.SuppressTokensAtBeginLogitsProcessor([1, 2], 3),
+        lp.SuppressTokensAtBeginLogitsProcessor([1, 2], 2),
+        lp.TopPLogitsWarper(0.7),
+    ],
+)
+def test_quick_forms_give_stocks_scores(processor):
+    ids: Any = torch.tensor([[5, 6, 5], [1, 2, 3]])
+    scores: Any = torch.randn(2, 96, generator=torch.Generator().manual_seed(0))
+    before = scores.clone()
+    assert torch.equal(
+        without_inspection(LogitsProcessorList([processor]))(ids, scores), processor(ids, scores.clone())
+    )
+    assert torch.equal(scores, before), "the scores of others stay"
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_batch_without_a_draft_is_chosen_in_one_call_a_step(tiny_model, prompt, do_sample, monkeypatch):
+    batch, calls = padded_batch(prompt, LENGTHS), []
+    request = {"max_new_tokens": 6, "min_new_tokens": 6, "repetition_penalty": 1.2, "do_sample": do_sample}
+    torch.manual_seed(1)
+    expected = tiny_model().generate(**batch, **request)
+    original = lp.RepetitionPenaltyLogitsProcessor.__call__
+    monkeypatch.setattr(
+        lp.RepetitionPenaltyLogitsProcessor,
+        "__call__",
+        lambda self, ids, scores: calls.append(len(ids)) or original(self, ids, scores),
+    )
+    torch.manual_seed(1)
+    found = tiny_model().generate(**batch, **request, speculator=Speculator(EmptyDrafter()))
+    assert torch.equal(found, expected)
+    assert calls == [len(LENGTHS)] * 6
