@@ -54,7 +54,7 @@ class Prefill:
         if self.num_expected is not None and found != self.num_expected:
             raise PromptError(
                 f"{type(scorer.model).__name__} keeps {found} cache entries of a prompt of {self.num_expected} "
-                "tokens, so which entry belongs to which token is not known. Possible causes: an attention mask that is "
+                "tokens: which entry belongs to which token is not known. Possible causes: an attention mask that is "
                 "longer than the text, a cache from which entries were taken, images in front of the text."
             )
         scorer.set_forward_kwargs(self.step.forward_kwargs(scorer.cache.cache))

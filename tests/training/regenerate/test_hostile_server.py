@@ -106,6 +106,21 @@ def test_faults_are_named(server, tmp_path, change, said):
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
+def test_a_text_of_more_tokens_than_were_asked_for_is_taken(server, tmp_path):
+    """Encoded again, it may fall into other tokens than it was made of; its line says so."""
+
+    def distort(status, content):
+        reply = json.loads(content)
+        reply["choices"][0] |= {"token_ids": None, "text": "x" * 40}
+        return status, json.dumps(reply).encode()
+
+    server.distort = distort
+    run(server, tmp_path / "out.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert lines
+    assert all("x" * 40 in json.dumps(line) for line in lines)
+
+
 def test_a_server_that_stops_returning_tokens(server, tmp_path):
     answered = []
 

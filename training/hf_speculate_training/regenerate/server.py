@@ -28,8 +28,6 @@ logger = get_logger(__name__)
 
 _CHAT, _TEXT = "/chat/completions", "/completions"
 _REFUSALS = (400, 422)  # of a field that a server does not know
-# A text may fall into more tokens than it was made of: tokenizers differ in small things.
-_SURPLUS = 2
 
 
 class ServerEngine(Engine):
@@ -146,12 +144,14 @@ class ServerEngine(Engine):
         """The tokens of an answer, its end token included, and whether it came to its end."""
         choice = found.choices[0]
         self._check_prompt(found, prompt)
-        ended, ids, most = choice.finish_reason != "length", choice.token_ids, self._options.max_new_tokens
+        ended, ids = choice.finish_reason != "length", choice.token_ids
         self._has_returned_tokens |= ids is not None
-        if ids is None:
-            job.is_reencoded, most = True, most * _SURPLUS
+        if ids is None:  # encoded again, the text may have more tokens than were generated
+            job.is_reencoded = True
             ids = self._tokenizer(self._text(choice), add_special_tokens=False, verbose=False)["input_ids"]
-        self._check_answer(ids, most)
+        elif len(ids) > self._options.max_new_tokens:
+            raise self._too_long(f"{len(ids)} tokens")
+        self._check_vocabulary(ids)
         end = self._tokenizer.eos_token_id
         if ended and end is not None and not (ids and ids[-1] in self._tokenizer.all_special_ids):
             ids = [*ids, end]
@@ -175,9 +175,7 @@ class ServerEngine(Engine):
             raise self._too_long(f"{len(text)} characters")
         return text
 
-    def _check_answer(self, ids: list[int], most: int) -> None:
-        if len(ids) > most:
-            raise self._too_long(f"{len(ids)} tokens")
+    def _check_vocabulary(self, ids: list[int]) -> None:
         if ids and max(ids) >= self._vocab_size:
             raise self._wrong(
                 f"token {max(ids)}, but the target has {self._vocab_size}. Give --target the model that it serves"
