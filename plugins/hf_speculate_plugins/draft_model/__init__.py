@@ -5,7 +5,7 @@ recognised as one.
 """
 
 from .drafter import DraftModelDrafter
-from .session import DraftModelOptions
+from .options import DraftModelOptions
 
 
 __all__ = ["DraftModelDrafter", "DraftModelOptions"]

@@ -20,7 +20,8 @@ from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 
 from ..checkpoints import ConfigValues, checkpoint_files, listed, read_config, tensor_shapes
-from .session import DraftModelOptions, DraftModelSession
+from .options import DraftModelOptions
+from .session import DraftModelSession
 
 
 if TYPE_CHECKING:

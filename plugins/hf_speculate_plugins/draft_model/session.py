@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,26 +15,8 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..trees import Frontier, grow_tree, log_shares
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftModelOptions:
-    """Options of draft-model drafting.
-
-    Attributes:
-        depth: tokens drafted along a branch; each costs one forward of the draft model.
-        top_k: branches of a level of a dynamic tree; 1 drafts a chain.
-        max_nodes: draft nodes of a tree (not used by chains).
-    """
-
-    depth: int = 5
-    top_k: int = 1
-    max_nodes: int = 16
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"draft_model: {name} must be at least 1, got {getattr(self, name)}.")
+from .options import DraftModelOptions
+from .recorded import recorded_drafts
 
 
 class DraftModelSession(DraftSession):
@@ -75,6 +56,7 @@ class DraftModelSession(DraftSession):
         # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
         self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
+        self._recorded = recorded_drafts(self.scorer, request, options, mask)
         self._num_prompt = num_prompt
         self._has_read_prompt = False
         self._texts: list[list[int]] = [[] for _ in range(batch_size)]
@@ -97,7 +79,7 @@ class DraftModelSession(DraftSession):
             text.extend(row[:length])
 
     def draft(self, state: DraftState) -> DraftTree:
-        return self._draft(state, self.options.depth)
+        return self._draft_recorded(state) or self._draft(state, self.options.depth)
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
         text = self._texts[0]
@@ -108,11 +90,27 @@ class DraftModelSession(DraftSession):
         finally:
             del text[num_committed:]
 
+    def _draft_recorded(self, state: DraftState) -> DraftTree | None:
+        """The draft of one recorded function; None if that is not possible."""
+        depth, top_k = min(self.options.depth, state.max_depth), 1 if state.chains_only else self.options.top_k
+        if self._recorded is None or depth < 1:
+            return None
+        self._note_chain()
+        new = self._uncached()
+        if not self._recorded.can_read(new.values()):
+            self._feed_committed()
+            new = self._uncached()  # the root alone
+        draft = self._recorded.draft(list(new.values()), self._positions, state, depth, top_k)
+        if draft is not None:
+            self._note_cached(new)
+        return draft
+
     def _draft(self, state: DraftState, depth: int) -> DraftTree:
         self._note_chain()
         limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
         if limit is not None:
-            self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
+            if self._recorded is None:  # recorded drafts have all rows
+                self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
             limit = self._depth_limit(self.cache.rows)  # rows that have ended may have stayed
         if limit is None:
             return DraftTree.root_only(state.root_ids)
@@ -136,7 +134,10 @@ class DraftModelSession(DraftSession):
 
     def _num_common(self, row: int) -> int:
         """Number of committed tokens behind the prompt, without the root, that the cache holds."""
-        return common_prefix(self._texts[row][:-1], self._cached[row])
+        text, cached = self._texts[row][:-1], self._cached[row]
+        if cached == text[: len(cached)]:  # as after every recorded draft; much faster than the loop over tokens
+            return len(cached)
+        return common_prefix(text, cached)
 
     @property
     def _positions(self) -> list[int]:
@@ -185,19 +186,27 @@ class DraftModelSession(DraftSession):
             text = self._prompt[0].tolist() + self._cached[0]
             self._conversations.keep(self._target_cache, text[: self.cache.append_index], self.cache)
 
-    def _feed_committed(self) -> Tensor:
-        """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [R, V]."""
+    def _uncached(self) -> dict[int, list[int]]:
+        """Cuts the cache to committed tokens; returns those that it lacks by row, the root at least."""
         new: dict[int, list[int]] = {}
         for row in self.cache.rows:
             common = self._num_common(row)
             del self._cached[row][common:]
             new[row] = self._texts[row][common:]
         self.cache.truncate([self._num_prompt + len(cached) for cached in self._cached])
+        return new
+
+    def _note_cached(self, new: dict[int, list[int]]) -> None:
+        for row, tokens in new.items():
+            self._cached[row].extend(tokens)
+
+    def _feed_committed(self) -> Tensor:
+        """Runs the committed tokens that the cache lacks, the root at least; returns the root's logits [R, V]."""
+        new = self._uncached()
         tree = DraftTree.from_rows([(tokens, range(-1, len(tokens) - 1)) for tokens in new.values()])
         output = self.scorer(tree, self._positions)
         self.cache.keep([range(len(new.get(row, ()))) for row in range(len(self._texts))])
-        for row, tokens in new.items():
-            self._cached[row].extend(tokens)
+        self._note_cached(new)
         last = to_device([len(tokens) - 1 for tokens in new.values()], output.logits.device)
         return self._logits(output)[torch.arange(len(new), device=last.device), last]
 

@@ -97,6 +97,7 @@ def eagle_draft(
         token_ids=inputs.get("target_ids"),
         limit=plan[:1, _LIMIT],
     )
+    levels.clear()
     assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
     return tree.token_ids, tree.parents, tree.values
@@ -146,6 +147,7 @@ class _Levels:
         self._head, self._stacks, self._warpers, self._positions = head, stacks, warpers, positions
         prefix = _prefix(inputs["prompt"], lengths)
         self._first, self._mask = lengths.max(), additive(prefix[:, None, None], head.dtype)
+        self._slots: Tensor | None = None
         self._log_noise = None
         if (noise := inputs.get("noise")) is not None:
             target_ids, width = inputs.get("target_ids"), head.spec.draft_vocab_size
@@ -160,13 +162,19 @@ class _Levels:
     def expand(self, frontier: Frontier) -> Tensor:
         first, forest = frontier.num_cached, frontier.forest
         tokens = forest.token_ids[:, first:]
-        slots = self._first + torch.arange(forest.num_nodes, device=tokens.device)
+        self._slots = slots = self._first + torch.arange(forest.num_nodes, device=tokens.device)
         nodes = additive(forest.plan.ancestors[:, None, first:], self._mask.dtype)
         mask = self._mask.expand(-1, -1, nodes.shape[2], -1).index_copy(3, slots, nodes)
         attend = CachedAttention(static_cache(self._stacks, slots[first:]), [mask] * len(self._stacks[0]))
         positions = (self._positions[:, None] + frontier.depth - 1).expand(tokens.shape)
         states = parent_states(self._fed_back, frontier.previous_index)
         return self.scores(self._head(tokens, states, positions, attend), frontier.depth)
+
+    def clear(self) -> None:
+        """Clears the entries of the tree. Later drafts do not see them, but 0 x NaN would be NaN."""
+        if self._slots is not None:
+            for stack in self._stacks:
+                stack.index_fill_(3, self._slots, 0)
 
 
 class CompiledSteps(CompiledForwards):

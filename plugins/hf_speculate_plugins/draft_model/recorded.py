@@ -1,0 +1,300 @@
+"""The draft of a draft model as one function of tensors with fixed shapes, so that it can be recorded or compiled.
+
+Each level of a draft is a forward of some hundred kernels, which the host launches more slowly than a GPU runs them.
+The function reads the committed tokens that the cache lacks, and grows the chain or tree after them. Its depth is one
+of few. For a draft that is to be less deep, it computes the other levels for nothing. The reference is the session's
+own loop of forwards, which also makes the drafts that cannot be recorded.
+
+Accepted tokens are read again, so the cache holds committed tokens only. That costs no time: the function always reads
+as many tokens as a whole accepted path has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hf_speculate.cache import PreallocatedLayer, as_cache
+from hf_speculate.compilation import Buffers, Stacks, capacity_for, lease_of, pool_of, static_cache
+from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_children
+from hf_speculate.scoring import (
+    Along,
+    Scorer,
+    fold,
+    has_native_layers,
+    num_positions,
+    problem_with_recording,
+    problem_with_static,
+    takes_position_ids,
+    tree_backends,
+)
+from hf_speculate.transfers import copy_to_device, to_device
+from hf_speculate.tree import DraftTree, additive
+
+from ..heads import form_of
+from ..trees import Frontier, grow_tree, num_candidates
+from .options import DraftModelOptions
+
+
+# Columns of a draft's plan: entries of a row's text, position of the next one, number of tokens to read, root id, depth
+# of the draft; then the tokens to read.
+_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _TOKENS = range(6)
+
+# Levels of recorded drafts.
+_DEPTHS = (2, 4, 8)
+
+
+def model_draft(
+    model: Any,
+    stacks: Stacks,
+    inputs: dict[str, Tensor],
+    warpers: Warpers,
+    vocab_size: int,
+    groups: int,
+    depth: int,
+    top_k: int,
+    max_nodes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads committed tokens and grows a dynamic tree after the last one: tokens, parents and values [B, n].
+
+    Args:
+        model: draft model.
+        stacks: keys and values of all its layers.
+        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `noise` [D, B, V] of a request that
+            samples.
+        warpers: processors of the request that warp logits.
+        vocab_size: number of token ids that may be drafted.
+        groups: query heads for each KV head if masks are folded (`fold`), else 1.
+        depth, top_k, max_nodes: see `grow_tree`; with a `top_k` of 1 the tree is a chain.
+    """
+    plan = inputs["plan"]
+    levels = _Levels(model, stacks, inputs, warpers, vocab_size, groups)
+    tree = grow_tree(
+        plan[:, _ROOT],
+        levels.read()[:, 0],
+        levels.expand,
+        depth=depth,
+        top_k=top_k,
+        max_nodes=max_nodes,
+        limit=plan[:1, _LIMIT],
+    )
+    levels.clear((depth - 1) * top_k)
+    assert isinstance(tree.parents, Tensor)
+    assert tree.values is not None
+    return tree.token_ids, tree.parents, tree.values
+
+
+@dataclass
+class _Levels:
+    """The forwards of `model_draft`, which has the same arguments."""
+
+    model: Any
+    stacks: Stacks
+    inputs: dict[str, Tensor]
+    warpers: Warpers
+    vocab_size: int
+    groups: int
+
+    def __post_init__(self) -> None:
+        self.plan = self.inputs["plan"]
+        self.lengths, self.positions = self.plan[:, _LENGTH], self.plan[:, _POSITION]
+
+    def read(self) -> Float[Tensor, "B 1 C"]:
+        """Scores of the root's children. Appends the committed tokens, in each row at the end of its text."""
+        plan, device = self.plan, self.plan.device
+        tokens, counts = plan[:, _TOKENS:], plan[:, _COUNT]
+        steps = torch.arange(tokens.shape[1], device=device)
+        slots = self.lengths.max() + steps
+        causal = (steps[:, None] >= steps).expand(len(plan), -1, -1)
+        logits = self._run(tokens, self.positions[:, None] + steps, slots, slots, causal)
+        if len(plan) > 1:  # one row has its entries at their place already
+            Along(steps.expand_as(tokens), counts).move(self.stacks, slots[0], self.lengths)
+        self.lengths, self.positions = self.lengths + counts, self.positions + counts
+        last = logits[torch.arange(len(plan), device=device), counts - 1]
+        return self._scores(last[:, None], 0)
+
+    def expand(self, frontier: Frontier) -> Float[Tensor, "B F C"]:
+        """Scores of the children of a level."""
+        first, forest = frontier.num_cached, frontier.forest
+        tokens = forest.token_ids[:, first:]
+        slots = self.lengths.max() + torch.arange(forest.num_nodes, device=tokens.device)
+        positions = (self.positions[:, None] + frontier.depth - 1).expand(tokens.shape)
+        logits = self._run(tokens, positions, slots[first:], slots, forest.plan.ancestors[:, first:])
+        return self._scores(logits, frontier.depth)
+
+    def clear(self, num_nodes: int) -> None:
+        """Clears the entries of the draft, which stay unseen in the buffers. Their weight is 0, but 0 x NaN is NaN."""
+        slots = self.lengths.max() + torch.arange(num_nodes, device=self.lengths.device)
+        for stack in self.stacks:
+            stack.index_fill_(3, slots, 0)
+
+    def _run(
+        self,
+        tokens: Int[Tensor, "B N"],
+        positions: Int[Tensor, "B N"],
+        slots: Int[Tensor, " N"],
+        seen_slots: Int[Tensor, " S"],
+        seen: Bool[Tensor, "B N S"],
+    ) -> Float[Tensor, "B N W"]:
+        """Logits of tokens that see the text, and of the entries after it those that `seen` says.
+
+        Args:
+            slots: index of each token's entry.
+            seen_slots: indices of the entries that `seen` is about.
+        """
+        prompt = self.inputs["prompt"]
+        prefix = (torch.arange(prompt.shape[1], device=prompt.device) < self.lengths[:, None]) & prompt
+        visible = prefix[:, None].expand(-1, tokens.shape[1], -1).index_copy(2, seen_slots, seen)
+        mask = additive(visible[:, None], self.stacks[0].dtype)
+        output = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=fold(mask, self.groups) if self.groups > 1 else mask,
+            **as_cache(static_cache(self.stacks, slots)),
+            use_cache=True,
+            return_dict=True,
+        )
+        return output.logits[..., : self.vocab_size]
+
+    def _scores(self, logits: Tensor, depth: int) -> Tensor:
+        noise = self.inputs.get("noise")
+        log_noise = None if noise is None else noise[depth, :, : logits.shape[-1]].log()
+        scores = rank_children(logits, log_noise, self.warpers)
+        return scores.nan_to_num(nan=0.0, neginf=-torch.inf)  # a tree sorts by value, and NaN would come first
+
+
+def recorded_drafts(
+    scorer: Scorer, request: DraftRequest, options: DraftModelOptions, prompt_mask: Tensor | None
+) -> RecordedDrafts | None:
+    """The recorded drafts of a session. None if the request records nothing, or for a reason that its compiler counts.
+
+    Args:
+        scorer: scorer of the draft model.
+        request: request that the session drafts for.
+        options: options of drafting.
+        prompt_mask: mask [B, M0] of the prompt's entries; None if all are real.
+    """
+    compiler, model = request.compiler, scorer.model
+    if compiler is None or has_native_layers(model):
+        return None
+    if problem := _problem(scorer, request):
+        compiler.refuse(f"draft model: {problem}")
+        return None
+    return RecordedDrafts(scorer, request, options, prompt_mask)
+
+
+def _problem(scorer: Scorer, request: DraftRequest) -> str:
+    """The reason why no draft can be recorded; "" if drafts can."""
+    model = scorer.model
+    if problem := problem_with_static(scorer) or problem_with_recording(model):
+        return problem
+    if num_positions(model.config) is not None or not takes_position_ids(model):
+        return "positions without RoPE"
+    if scorer.device != request.input_ids.device:
+        return "another device than the target's"
+    is_plain = all(type(layer) is PreallocatedLayer for layer in scorer.cache.cache.layers)
+    return "" if is_plain else "layers without entries of their own"
+
+
+class RecordedDrafts:
+    """The drafts of one session, each a call of `model_draft`; for its arguments see `recorded_drafts`."""
+
+    def __init__(self, scorer: Scorer, request: DraftRequest, options: DraftModelOptions, prompt_mask: Tensor | None):
+        assert request.compiler is not None
+        sizes = (each.config.get_text_config(decoder=True).vocab_size for each in (scorer.model, request.target))
+        self._scorer, self._compiler, self._options = scorer, request.compiler, options
+        self._prompt_mask, self._vocab_size = prompt_mask, min(sizes)
+        self._groups = scorer.attention.groups if scorer.attention.form == "folded" else 1
+        self._with_prompt: set[int] = set()  # buffers that have the mask of this session's prompt
+        self._num_read = options.depth + 1  # tokens of a whole accepted path
+        self._lease = lease_of(scorer.cache.cache, pool_of(scorer.model))
+
+    def can_read(self, new: Iterable[Sequence[int]]) -> bool:
+        """Whether a recorded draft can read these tokens of each row. It appends to a cache that holds entries."""
+        is_filled = all(layer.is_initialized for layer in self._layers)
+        return is_filled and max(map(len, new)) <= self._num_read
+
+    def draft(
+        self, new: Sequence[Sequence[int]], positions: Sequence[int], state: DraftState, depth: int, top_k: int
+    ) -> DraftTree | None:
+        """Commits tokens and drafts after them; None, and nothing done, if this draft cannot be recorded.
+
+        Args:
+            new: committed tokens of each row that the cache lacks, at least one (see `can_read`).
+            positions: position of the first of them.
+            state: situation before the round.
+            depth: depth of the draft, at least 1.
+            top_k: branches of a level; 1 drafts a chain.
+        """
+        scorer, top_k = self._scorer, min(top_k, self._vocab_size)
+        if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in self._layers}) > 1:
+            self._compiler.refuse("draft model: layers of several shapes")
+            return None
+        key: Any = self._compiler.choose(scorer.model, model_draft, self._keys(len(new), state, depth, top_k))
+
+        def arguments() -> tuple[Any, ...]:
+            return self._arguments(key, new, positions, state, depth)
+
+        with tree_backends(scorer.device):
+            result = self._compiler.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None)
+        if result is None:
+            return None
+        scorer.cache.has_moved = True
+        scorer.cache.keep([range(len(tokens)) for tokens in new])
+        tokens, parents, values = (each[:, : 1 + num_candidates(depth, top_k)] for each in result)
+        if top_k == 1:
+            return DraftTree.chain(tokens, values)
+        return DraftTree(tokens, parents, max_depth=depth, values=values)
+
+    @property
+    def _layers(self) -> list[Any]:
+        return self._scorer.cache.cache.layers
+
+    def _keys(self, batch_size: int, state: DraftState, depth: int, top_k: int) -> list[Any]:
+        """Keys of the functions that can draft this, the least deep first."""
+        end = self._scorer.cache.append_index
+        num_columns = state.num_columns if state.samples else 0
+        form = self._num_read, num_columns, self._groups, self._vocab_size, self._scorer.attention_dtype
+
+        def key_of(levels: int) -> tuple[Any, ...]:
+            shape = levels, top_k, levels if top_k == 1 else self._options.max_nodes
+            capacity = capacity_for(end + self._num_read + (levels - 1) * top_k)
+            return batch_size, capacity, shape, *form, *form_of(state)
+
+        deepest = self._options.depth
+        return [key_of(min(levels, deepest)) for levels in (*_DEPTHS, deepest) if levels >= depth]
+
+    def _arguments(
+        self, key: Any, new: Sequence[Sequence[int]], positions: Sequence[int], state: DraftState, depth: int
+    ) -> tuple[Any, ...]:
+        """The arguments of `model_draft`, its inputs in buffers."""
+        (batch_size, capacity, shape), device, lengths = key[:3], self._scorer.device, self._scorer.cache.lengths
+        stacks, buffers = self._lease.place(self._layers, capacity), self._lease.buffers(batch_size, capacity)
+        rows = []
+        for length, position, tokens, root in zip(lengths, positions, new, state.root_ids.tolist(), strict=True):
+            padding = [tokens[-1]] * (self._num_read - len(tokens))
+            rows.append([length, position, len(tokens), root, depth, *tokens, *padding])
+        plan = buffers.tensor(
+            ("draft plan", self._num_read), (batch_size, _TOKENS + self._num_read), torch.long, device
+        )
+        inputs = {"plan": copy_to_device(rows, plan), "prompt": self._prompt(buffers, batch_size, capacity)}
+        if state.samples:
+            shape_of_noise = shape[0], batch_size, state.num_columns
+            inputs["noise"] = buffers.tensor(("draft noise", shape[0]), shape_of_noise, torch.float32, device)
+            state.fill_noise(inputs["noise"])
+        return self._scorer.model, stacks, inputs, tuple(state.warpers), self._vocab_size, self._groups, *shape
+
+    def _prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
+        """Whether entries are real [B, M], apart from where rows end."""
+        prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, self._scorer.device)
+        if id(buffers) not in self._with_prompt:
+            self._with_prompt.add(id(buffers))
+            prompt.fill_(True)
+            if self._prompt_mask is not None:
+                prompt[:, : self._prompt_mask.shape[1]] = to_device(self._prompt_mask.bool(), self._scorer.device)
+        return prompt
