@@ -11,12 +11,13 @@ from hf_speculate import Speculator, transfers
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
+from ..support.block_heads import random_block
+from ..support.device_cases import CASES, DEPTH, GREEDY, PLAIN, SAMPLED, Case, plain_text
 from ..support.heads import VOCAB, target
 from ..support.inputs import padded_batch
 from ..support.pretended_device import TYPE, PretendedDevice
 from ..support.replays import stand_in
 from ..support.tiers import quick
-from .test_pretended_device import CASES, DEPTH, GREEDY, PLAIN, SAMPLED, plain_text
 
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
@@ -50,29 +51,34 @@ def rounds_of(device, model, speculator, batch, request):
 
 
 # Launches of a greedy round outside its replays, and replays. Sampling adds one for each new step's noise, and one for
-# each use of it. Two of the draft model's own forwards are not recorded yet.
+# each use of it.
 COSTS = {
     "prompt_lookup": (2, 1),
+    "draft_model": (6, 2),
+    "draft_model, trees": (5, 2),
     "eagle-1": (8, 2),
     "eagle-3": (8, 2),
     "eagle-3, chains": (8, 2),
+    "medusa": (7, 2),
+    "dspark": (8, 2),
 }
+DRAFTERS = CASES | {"dspark": Case(lambda model, *_: random_block("dspark", model), waits=1, uploads=8)}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
-@pytest.mark.parametrize("name", quick(CASES, "prompt_lookup", "eagle-3", "medusa"))
+@pytest.mark.parametrize("name", quick(DRAFTERS, "prompt_lookup", "eagle-3", "medusa"))
 def test_the_text_is_the_targets_and_the_host_does_little(device, replays, prompt, tmp_path, name, lengths, sampling):
     batch, request = padded_batch(prompt, lengths), {**PLAIN, **sampling, "max_new_tokens": 24}
     expected = plain_text(target(), batch, request)
     model = device.place(target())
-    speculator = Speculator(CASES[name].make(model, tmp_path, device.place), adaptive=False)
+    speculator = Speculator(DRAFTERS[name].make(model, tmp_path, device.place), adaptive=False)
     texts, costs = rounds_of(device, model, speculator, batch, request)
     assert texts == expected
     assert not speculator.stats.fallbacks
     # Rounds whose sizes have all been recorded, and before drafts are cut at the end.
     under_way = [cost for cost in costs[len(costs) // 2 :] if cost[3] > DEPTH] or costs[-3:-2]
-    assert {waits for waits, *_ in under_way} == {CASES[name].waits}
+    assert {waits for waits, *_ in under_way} == {DRAFTERS[name].waits}
     if name in COSTS:
         launches, num_replays = COSTS[name]
         # noise of at most DEPTH + 1 steps, and two copies of it
@@ -90,7 +96,9 @@ REQUESTS = {
     "rows that end": {"eos_token_id": "in the text"},
     "rows that end, with a cache to return": {"eos_token_id": "in the text", "return_dict_in_generate": True},
     "records": {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
-    "processors that read the text": {"repetition_penalty": 1.3},
+    "a repetition penalty": {"repetition_penalty": 1.3},
+    "a repetition penalty, sampled": {"do_sample": True, "repetition_penalty": 1.2, "temperature": 0.7, "top_k": 20},
+    "processors that read the text": {"no_repeat_ngram_size": 2, "min_new_tokens": 5},
     "a processor that looks at values": {"do_sample": True, "eta_cutoff": 1e-3},
     "top-p": {"do_sample": True, "top_p": 0.8, "temperature": 1.3},
     "min-p and typical": {"do_sample": True, "min_p": 0.05, "typical_p": 0.9},
@@ -149,6 +157,23 @@ def test_hooks_of_others_are_called_so_nothing_is_recorded(device, replays, prom
     assert found.tolist() == target().generate(prompt(9), **PLAIN, **GREEDY).tolist()
     assert len(calls) == speculator.stats.target_forwards + 1
     assert speculator.stats.fallbacks == {"not recorded: hooks on the model, which a replay would not call": 1}
+
+
+def test_the_memory_of_recordings_is_told(device, replays, prompt):
+    model, speculator = device.place(target()), Speculator(RandomDrafter(vocab_size=VOCAB, max_nodes=6), adaptive=False)
+    for _ in range(2):
+        model.generate(prompt(9).to(device.name), **PLAIN, **GREEDY, speculator=speculator)
+    layer = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim * 512 * 4
+    first, second = speculator.stats.recorded_bytes
+    assert first == second > 2 * layer * model.config.num_hidden_layers
+    assert "recordings" in str(speculator.stats)
+
+
+def test_a_model_in_training_mode_is_not_recorded(device, replays, prompt):
+    model, speculator = device.place(target()), Speculator(RandomDrafter(vocab_size=VOCAB, max_nodes=6), adaptive=False)
+    found = model.train().generate(prompt(9).to(device.name), **PLAIN, **GREEDY, speculator=speculator)
+    assert found.tolist() == target().generate(prompt(9), **PLAIN, **GREEDY).tolist()
+    assert speculator.stats.fallbacks == {"not recorded: the model is in training mode": 1}
 
 
 def test_compile_false_records_nothing(device, replays, prompt):

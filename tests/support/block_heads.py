@@ -64,7 +64,8 @@ def loaded_block(kind, model) -> LoadedHead:
         noise = 0.3 * torch.randn(parameter.shape, generator=generator)
         parameter.data = (noise + (parameter.dim() == 1)).to(model.dtype)
     ids = torch.randperm(VOCAB, generator=generator)[: spec.draft_vocab_size].sort().values if is_reduced else None
-    return LoadedHead(head.eval().requires_grad_(False), ids, LoadReport("made here"))
+    ids = None if ids is None else ids.to(model.device)
+    return LoadedHead(head.to(model.device).eval().requires_grad_(False), ids, LoadReport("made here"))
 
 
 def random_block(kind, model, **options) -> BlockDrafter:

@@ -172,7 +172,7 @@ class PretendedDevice(TorchDispatchMode):
         self.launches = self.replays = 0
         self._is_recording = False
         self._rng_state = _RealGenerator().manual_seed(0).get_state()
-        self._generators: set[int] = set()
+        self._generators: dict[int, Any] = {}  # kept alive: others may get the address of one that is gone
 
     @property
     def waits(self) -> list[Transfer]:
@@ -490,7 +490,7 @@ def _generator_class(device: PretendedDevice) -> Any:
             if torch.device(device).type != TYPE:
                 return _RealGenerator(device)
             generator = _DeviceGenerator()
-            present._generators.add(generator._cdata)
+            present._generators[generator._cdata] = generator
             return generator
 
     class _DeviceGenerator(_RealGenerator):

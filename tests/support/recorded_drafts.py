@@ -67,19 +67,23 @@ def drafts_of(session: type, model: Any, drafter: Any, batch: Any, request: Any,
 
     def draft(self, state, original=session.draft):
         tree = original(self, state)
-        rounds.append([_nodes(tree, row) for row, is_active in enumerate(state.active) if is_active])
+        rounds.append([nodes_of(tree, row) for row, is_active in enumerate(state.active) if is_active])
         return tree
 
     speculator = Speculator(drafter, adaptive=False, compile=compile)
     with mock.patch.object(session, "draft", draft):
         torch.manual_seed(5)
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        text = model.generate(**batch, **request, speculator=speculator)
+        placed = {
+            name: each.to(model.device) if isinstance(each, torch.Tensor) else each for name, each in batch.items()
+        }
+        text = model.generate(**placed, **request, speculator=speculator)
     return Drafts(text.tolist(), rounds, speculator.stats)
 
 
-def _nodes(tree: Any, row: int) -> list[tuple[tuple[int, ...], float]]:
-    host, paths = tree.host, [()]
+def nodes_of(tree: Any, row: int) -> list[tuple[tuple[int, ...], float]]:
+    """(path, value) of the nodes of a row that are possible, in their order."""
+    host = tree.host
+    paths: list[Any] = [()]
     for token, parent in list(zip(host.token_ids[row], host.parents[row], strict=True))[1:]:
         paths.append((*paths[parent], token) if parent != PADDING_PARENT else None)
     return [each for each in zip(paths, host.values[row], strict=True) if each[0] and each[1] > -math.inf]
@@ -88,10 +92,15 @@ def _nodes(tree: Any, row: int) -> list[tuple[tuple[int, ...], float]]:
 def assert_alike(found: Drafts, expected: Drafts) -> None:
     """The same text from the same drafts, of which some were accepted."""
     assert found.text == expected.text
-    assert len(found.rounds) == len(expected.rounds) > 2
-    for number, (ours, theirs) in enumerate(zip(found.rounds, expected.rounds, strict=True)):
+    assert_same_nodes(found.rounds, expected.rounds)
+    assert sum(count for number, count in expected.stats.accepted_histogram.items() if number)
+    assert not found.stats.fallbacks
+
+
+def assert_same_nodes(found: Any, expected: Any) -> None:
+    """The same drafts in every round."""
+    assert len(found) == len(expected)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for row, (nodes, wanted) in enumerate(zip(ours, theirs, strict=True)):
             assert [path for path, _ in nodes] == [path for path, _ in wanted], (number, row)
             assert [value for _, value in nodes] == pytest.approx([value for _, value in wanted], rel=1e-4, abs=1e-4)
-    assert sum(count for number, count in expected.stats.accepted_histogram.items() if number)
-    assert not found.stats.fallbacks

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.tree import DraftTree
 
-from ..heads import HeadDrafter, HeadSession, LoadedHead
+from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
 from ..trees import trimmed
 from .head import BlockHead
 from .saving import BlockFiles
@@ -30,20 +30,19 @@ class BlockSession(HeadSession[BlockHead]):
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
-        head, reading, steps = self._loaded.head, self._reading, self._steps
-        joined = head.join([features[layer] for layer in head.spec.feature_layers])
+        head, steps = self._loaded.head, self._steps
+        states = [features[layer] for layer in head.spec.feature_layers]
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
-            self._text += tokens[0, -1:].tolist() if reading is None else tokens[0, : int(lengths[0])].tolist()
-        if reading is None or steps is None:
-            reading = self._begin(tokens)
-            read_prompt(head, reading, joined)
-            self._steps = PlainSteps(self._loaded, reading, self.options)
-            if self._compiler is not None:
-                self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
-        else:
-            steps.context(joined)
-            reading.keep(lengths.tolist())
+            self._text += tokens[0, -1:].tolist() if steps is None else tokens[0, : int(lengths[0])].tolist()
+        if steps is not None:
+            steps.context(states, lengths.tolist())
+            return
+        reading = self._begin(tokens)
+        read_prompt(head, reading, head.join(states))
+        self._steps = PlainSteps(self._loaded, reading, self.options)
+        if self._compiler is not None:
+            self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> DraftTree:
@@ -54,9 +53,16 @@ class BlockSession(HeadSession[BlockHead]):
         if not depth:
             return DraftTree.root_only(state.root_ids)
         try:
-            return trimmed(steps.tree(state, depth), state.active)
+            tree = steps.tree(state, depth)
         finally:
             reading.drop()
+        # On a device, nodes that are impossible stay: the host would have to wait to see which.
+        return trimmed(tree, state.active) if tree.token_ids.device.type == "cpu" else tree
+
+    def _left(self, reading: Reading) -> Reading:
+        if self._steps is not None:
+            self._steps.settle()
+        return reading
 
 
 class BlockDrafter(HeadDrafter[BlockHead]):

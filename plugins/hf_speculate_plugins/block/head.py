@@ -113,6 +113,7 @@ def block_masks(
     context_positions: Int[Tensor, "B M"],
     visible: Bool[Tensor, "B M"] | None,
     dtype: torch.dtype,
+    places: Int[Tensor, " S"] | None = None,
 ) -> list[Float[Tensor, "B 1 S T"] | None]:
     """Additive masks over context and block, one a layer; None: every slot sees all.
 
@@ -120,11 +121,12 @@ def block_masks(
         positions: positions of the slots.
         context_positions: positions of the context entries.
         visible: mask of the context entries that are real; None if all are.
+        places: indices of the slots among the context entries, which are then a whole buffer; None: after them.
     """
     known: dict[tuple[bool, int | None], Tensor | None] = {}
     for kind in zip(spec.causal, spec.windows, strict=True):
         if kind not in known:
-            known[kind] = _mask(spec, *kind, positions, context_positions, visible, dtype)
+            known[kind] = _mask(spec, *kind, positions, context_positions, visible, dtype, places)
     return [known[kind] for kind in zip(spec.causal, spec.windows, strict=True)]
 
 
@@ -136,6 +138,7 @@ def _mask(
     context_positions: Tensor,
     visible: Tensor | None,
     dtype: torch.dtype,
+    places: Tensor | None,
 ) -> Tensor | None:
     if visible is None and not causal and window is None:
         return None
@@ -153,7 +156,8 @@ def _mask(
             among = among & ((queries - positions[:, None]).abs() < window)
     if causal:
         among = among & (positions[:, None] <= queries)
-    return additive(torch.cat([is_seen, among], dim=-1), dtype)[:, None]
+    whole = torch.cat([is_seen, among], dim=-1) if places is None else is_seen.index_copy(2, places, among)
+    return additive(whole, dtype)[:, None]
 
 
 class BlockAttention(Attention):

@@ -18,7 +18,7 @@ from hf_speculate.transfers import to_device
 from ..heads import LoadedHead
 from ..trees import Shares, slot_scores, slot_shares
 from .head import BlockHead
-from .spec import BlockOptions
+from .spec import BlockOptions, BlockSpec
 
 
 # Tokens of a slot that are scored behind tokens of the slot before. Noise lifts tokens from far behind.
@@ -48,14 +48,21 @@ class BlockRequest(NamedTuple):
         """The facts before a round, for so many slots; tensors on the head's device."""
         device, target_ids = loaded.head.device, loaded.target_ids
         noise = state.log_noise(range(depth), loaded.spec.draft_vocab_size, target_ids)
-        width = num_children(options, state)
+        width = num_children(loaded.spec, options, state)
         anchors, noise = to_device(state.root_ids, device), None if noise is None else noise.to(device)
         return cls(target_ids, width, anchors, noise, state.warpers)
 
 
-def num_children(options: BlockOptions, state: DraftState) -> int:
+def num_children(spec: BlockSpec, options: BlockOptions, state: DraftState) -> int:
     """Most children of a node."""
-    return 1 if state.chains_only else options.top_k
+    return 1 if state.chains_only else min(options.top_k, _num_candidates(spec, state.samples))
+
+
+def _num_candidates(spec: BlockSpec, samples: bool) -> int:
+    """Number of a slot's tokens that can become children. Heads that score pairs score only the best ones."""
+    if not spec.scores_pairs:
+        return spec.draft_vocab_size
+    return min(spec.selector_top_k or (_SAMPLED_CANDIDATES if samples else _CANDIDATES), spec.draft_vocab_size)
 
 
 class BlockScores:
@@ -125,8 +132,7 @@ class BlockScores:
             # The token before may bring back a token that the request cuts by the slot alone.
             alone = self._logits[..., : ranked.shape[-1]].float()
             ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
-        default = _CANDIDATES if self._request.log_noise is None else _SAMPLED_CANDIDATES
-        count = self._head.spec.selector_top_k or default
+        count = _num_candidates(self._head.spec, samples=self._request.log_noise is not None)
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
     def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:

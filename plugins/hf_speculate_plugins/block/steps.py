@@ -1,22 +1,22 @@
-"""Forwards of a block session behind one reading, plain and compiled: read the context, score a block.
+"""Forwards of a block session, plain and compiled: read the context of a round, draft the tree of a block.
 
-Forwards append entries; the session tells the reading which of them stay.
+Compiled, both are one graph. It is as deep as the options allow; a tree that is to be less deep is a part of its tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_speculate.compilation import Stacks, capacity_for, padded_mask, static_cache
+from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers
-from hf_speculate.transfers import to_device
+from hf_speculate.scoring import Along
+from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import CachedAttention, CompiledForwards, LoadedHead, Place, Reading, form_of
@@ -38,14 +38,19 @@ class PlainSteps:
     def __init__(self, loaded: LoadedHead[BlockHead], reading: Reading, options: BlockOptions):
         self._loaded, self._reading, self._options = loaded, reading, options
 
-    def context(self, joined: Float[Tensor, "B J W"]) -> None:
-        """Appends the features of J committed tokens, from `BlockHead.join`."""
-        positions = self._reading.positions_at(torch.arange(joined.shape[1])[None])
-        append_context(self._loaded.head, self._reading.cache.cache, joined, positions)
+    @torch.no_grad()
+    def context(self, features: Sequence[Float[Tensor, "B J Ht"]], lengths: Sequence[int]) -> None:
+        """Commits the features of the first `lengths[r]` tokens of each row."""
+        positions = self._reading.positions_at(torch.arange(features[0].shape[1])[None])
+        append_context(self._loaded.head, self._reading.cache.cache, self._loaded.head.join(features), positions)
+        self._reading.keep(lengths)
+
+    def settle(self) -> None:
+        """Commits the features that wait for the next draft; none do."""
 
     @torch.no_grad()
     def tree(self, state: DraftState, depth: int) -> DraftTree:
-        """The best tree of this depth (>= 1); behind its nodes may be some of value -inf."""
+        """The best tree of this depth (>= 1). Its last nodes may have the value -inf, so they are impossible."""
         head, request = self._loaded.head, BlockRequest.of(self._loaded, self._options, state, depth)
         first = head.spec.first_slot
         slots = self.slots(request.anchors)[:, first : first + depth]
@@ -78,89 +83,162 @@ def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Ten
     head.read(head.fuse_joined(joined), positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
 
 
-def block_context(
-    head: BlockHead, stacks: Stacks, slots: Tensor, joined: Tensor, positions: Tensor, masks: Any
-) -> None:
-    append_context(head, static_cache(stacks, slots), joined, positions)
+# Columns of a draft's plan: entries of the head's text, position of the next one, number of features to read, root id,
+# depth of the tree.
+_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT = range(5)
 
 
-def block_tree(
-    head: BlockHead,
-    stacks: Stacks,
-    inputs: dict[str, Tensor],
-    masks: Sequence[Tensor],
-    warpers: Warpers,
-    options: BlockOptions,
-    width: int,
+def block_draft(
+    head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor], warpers: Warpers, depth: int, top_k: int, max_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents and values of the best tree of a block [B, n].
+    """Reads the features of a round, and drafts the best tree of a block: tokens, parents and values [B, n].
 
     Args:
         stacks: keys and values of all layers.
-        inputs: `anchors` [B]; `positions` of the slots [B, S], and their places in the cache, `slots` [S]; `limit`,
-            depth of the tree; `log_noise` [B, D, C] and `target_ids` [Vd], where there are any.
-        masks: additive masks [B, 1, S, M], one a layer.
+        inputs: `plan` [B, 5]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
+            `BlockHead.join`; `noise` [D, B, V] of a sampled request; `target_ids` [Vd], where there are any.
+        depth: D, levels of the tree.
+        top_k: most children of a node.
+        max_nodes: draft nodes of the tree.
     """
-    cache = static_cache(stacks, inputs["slots"])
-    token_ids = head.block_ids(inputs["anchors"])
-    states = head(token_ids, inputs["positions"], CachedAttention(cache, masks))[:, head.spec.first_slot :]
-    request = BlockRequest(inputs.get("target_ids"), width, inputs["anchors"], inputs.get("log_noise"), warpers)
-    depth, shares_of = states.shape[1], BlockScores(head, request, states).shares()
-    tree = best_tree(request.anchors, shares_of, depth=depth, max_nodes=options.max_nodes, limit=inputs["limit"])
+    plan, target_ids, first = inputs["plan"], inputs.get("target_ids"), head.spec.first_slot
+    counts, anchors = plan[:, _COUNT], plan[:, _ROOT]
+    _read_context(head, stacks, inputs)
+    lengths, positions = plan[:, _LENGTH] + counts, plan[:, _POSITION] + counts
+    states = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)[:, first : first + depth]
+    log_noise = None
+    if (noise := inputs.get("noise")) is not None:
+        columns = noise if target_ids is None else noise[..., target_ids]
+        log_noise = columns[..., : head.spec.draft_vocab_size].log().transpose(0, 1)
+    shares_of = BlockScores(head, BlockRequest(target_ids, top_k, anchors, log_noise, warpers), states).shares()
+    tree = best_tree(anchors, shares_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
     assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
     return tree.token_ids, tree.parents, tree.values
 
 
+def _read_context(head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor]) -> None:
+    """Appends the features of a round, in each row at the end of its text."""
+    plan, features = inputs["plan"], inputs["features"]
+    steps, lengths = torch.arange(features.shape[1], device=plan.device), plan[:, _LENGTH]
+    slots = lengths.max() + steps
+    append_context(head, static_cache(stacks, slots), features, plan[:, _POSITION, None] + steps)
+    if len(plan) > 1:  # one row has them at their place already
+        along = Along(steps.expand(len(plan), -1), plan[:, _COUNT])
+        along.move(stacks, slots[0], lengths)
+
+
+def _run_block(
+    head: BlockHead,
+    stacks: Stacks,
+    prompt: Bool[Tensor, "B M"],
+    anchors: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    positions: Int[Tensor, " B"],
+) -> Float[Tensor, "B S H"]:
+    """States of all slots of a block, which is written after the longest text.
+
+    Args:
+        prompt: see `block_draft`.
+        lengths: entries of each row's text.
+        positions: position of the next one.
+    """
+    steps, entries = (torch.arange(n, device=prompt.device) for n in (head.spec.block_size, prompt.shape[1]))
+    slots, places = positions[:, None] + steps, lengths.max() + steps
+    visible = (entries < lengths[:, None]) & prompt
+    masks = block_masks(head.spec, slots, entries + (positions - lengths)[:, None], visible, head.dtype, places)
+    return head(head.block_ids(anchors), slots, CachedAttention(static_cache(stacks, places), masks))
+
+
 class CompiledSteps(CompiledForwards):
-    """The same forwards with fixed shapes, compiled. A tree that is to be less deep than the block is cut."""
+    """The same with fixed shapes, compiled. Features wait for the next draft, which reads them.
+
+    For the arguments see `CompiledForwards`.
+    """
 
     _plain: PlainSteps
     _options: BlockOptions
 
-    def context(self, joined: Tensor) -> None:
-        positions = self._reading.positions_at(torch.arange(joined.shape[1])[None]).expand(joined.shape[:2])
-        inputs, width = (joined, positions), self._head.spec.max_depth + 1
-        self.append(block_context, width, inputs, (), partial(self._plain.context, joined))
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._depth = min(self._options.depth or self._head.spec.max_depth, self._head.spec.max_depth)
+        self._pending: tuple[Sequence[Tensor], Sequence[int]] | None = None
+
+    def context(self, features: Sequence[Tensor], lengths: Sequence[int]) -> None:
+        self.settle()
+        self._pending = features, lengths
+        if features[0].shape[1] > self._num_read:
+            self.settle()
+
+    def settle(self) -> None:
+        """Commits the features that wait for the next draft."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._plain.context(*pending)
 
     def tree(self, state: DraftState, depth: int) -> DraftTree:
-        head, size = self._head, self._head.spec.block_size
-        plain = partial(self._plain.tree, state, depth)
-        width = num_children(self._options, state)
-        batch_size, capacity = len(state.root_ids), capacity_for(self.end + size)
-        key = batch_size, capacity, width, head.dtype, self._options, *form_of(state)
+        head, top_k, max_nodes = (
+            self._head,
+            num_children(self._head.spec, self._options, state),
+            self._options.max_nodes,
+        )
+        batch_size, capacity = len(state.root_ids), capacity_for(self.end + self._num_read + head.spec.block_size)
+        sizes = self._depth, top_k, max_nodes
+        key = batch_size, capacity, sizes, head.dtype, *form_of(state)
 
         def arguments() -> tuple[Any, ...]:
-            return self._arguments(state, depth, batch_size, capacity)
+            stacks, buffers = self.place(batch_size, capacity)
+            return head, stacks, self._inputs(buffers, state, depth, capacity), tuple(state.warpers), *sizes
 
-        result = self.run(key, block_tree, arguments, plain)
-        if isinstance(result, DraftTree):
-            return result
-        tokens, parents, values = result
-        return DraftTree(tokens, parents, max_depth=head.spec.max_depth, values=values)
+        result = self.run(key, block_draft, arguments, lambda: None)
+        if result is None:
+            self.settle()
+            return self._plain.tree(state, depth)
+        if self._pending is not None:
+            self._reading.cache.has_moved = True
+            self._reading.keep(self._pending[1])
+            self._pending = None
+        tokens, parents, values = (each[:, : 1 + _num_scored(depth, top_k, max_nodes)] for each in result)
+        return DraftTree(tokens, parents, max_depth=depth, values=values)
 
-    def _arguments(self, state: DraftState, depth: int, batch_size: int, capacity: int) -> tuple[Any, ...]:
-        """The arguments of `block_tree`, its inputs in buffers."""
-        head, reading, end = self._head, self._reading, self.end
-        spec, device = head.spec, head.device
-        request = BlockRequest.of(self._loaded, self._options, state, spec.max_depth)
-        positions, masks = block_place(head, reading)
+    @property
+    def _num_read(self) -> int:
+        """Number of features that a graph reads: those of a whole accepted path."""
+        return self._depth + 1
+
+    def _inputs(self, buffers: Buffers, state: DraftState, depth: int, capacity: int) -> dict[str, Tensor]:
+        """The inputs of `block_draft`, in buffers."""
+        head, reading, roots = self._head, self._reading, state.root_ids.tolist()
+        features, counts = self._pending or ((), [0] * len(roots))
+        of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, roots, strict=True)
+        plan = buffers.tensor("plan", (len(roots), 5), torch.long, head.device)
         inputs = {
-            "anchors": request.anchors,
-            "positions": positions,
-            "slots": torch.arange(end, end + spec.block_size, device=device),
-            "limit": to_device([depth], device),
+            "plan": copy_to_device([[*of_row, depth] for of_row in of_rows], plan),
+            "prompt": self.prompt(buffers, len(roots), capacity),
+            "features": self._placed(buffers, features, len(roots)),
         }
-        if request.log_noise is not None:
-            inputs["log_noise"] = request.log_noise
-        stacks, buffers = self.place(batch_size, capacity)
-        inputs = {name: buffers.filled(f"block {name}", each) for name, each in inputs.items()}
-        if request.target_ids is not None:
-            inputs["target_ids"] = request.target_ids
-        like = torch.zeros(batch_size, spec.block_size, dtype=head.dtype, device=device)
-        seen = end + spec.block_size
-        placed = [
-            buffers.filled(f"block mask {layer}", padded_mask(mask, like, seen, spec.block_size, capacity))
-            for layer, mask in enumerate(masks)
-        ]
-        return head, stacks, inputs, placed, tuple(request.warpers), self._options, request.width
+        if state.samples:
+            shape = self._depth, len(roots), state.num_columns
+            inputs["noise"] = buffers.tensor("noise", shape, torch.float32, head.device)
+            state.fill_noise(inputs["noise"])
+        if self._loaded.target_ids is not None:
+            inputs["target_ids"] = self._loaded.target_ids
+        return inputs
+
+    def _placed(self, buffers: Buffers, features: Sequence[Tensor], batch_size: int) -> Tensor:
+        """The features in their buffer. What follows them is left from earlier rounds."""
+        head = self._head
+        shape = batch_size, self._num_read, head.spec.num_features * head.spec.target_hidden_size
+        placed = buffers.tensor("features", shape, head.dtype, head.device)
+        if features:
+            placed[:, : features[0].shape[1]].copy_(head.join(features))
+        return placed
+
+
+def _num_scored(depth: int, top_k: int, max_nodes: int) -> int:
+    """Number of nodes down to `depth` that `best_tree` chooses from."""
+    total, num_parents = 0, 1
+    for _ in range(depth):
+        total += num_parents * top_k
+        num_parents = min(max_nodes, num_parents * top_k)
+    return total

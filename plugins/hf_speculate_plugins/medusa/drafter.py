@@ -12,8 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
@@ -21,15 +19,14 @@ from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.scoring import device_beside
 from hf_speculate.speculator import read_options
-from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files
-from ..trees import log_shares
-from .head import HeadForward, MedusaHeads, QuickOutputs, forward_of
+from .head import MedusaHeads, QuickOutputs
 from .loading import LayoutName, check_backbone, holds_heads, read_heads
 from .saving import check_layout, convert_heads, describe_heads, write_heads
-from .tree import ACCURACIES, StaticTree, best_static_tree, column_index, path_sums
+from .steps import Seen, Steps, steps_of
+from .tree import ACCURACIES, StaticTree, best_static_tree
 
 
 if TYPE_CHECKING:
@@ -58,55 +55,32 @@ class MedusaOptions:
 
 
 class MedusaSession(DraftSession):
-    """Keeps one hidden state a row: the one that the newest token was chosen from.
+    """Keeps the states of the last round: of each row, the newest token was chosen from one of them.
 
     Args:
-        heads: the heads.
+        num_heads: number of heads.
         tree: the static tree that their best tokens fill.
         layer: key by which `observe` is given the features that the heads read.
-        forward: forward of the heads for this request.
+        steps: steps that draft for this request.
     """
 
-    def __init__(self, heads: MedusaHeads, tree: StaticTree, layer: int, forward: HeadForward):
-        self.heads, self.tree, self._layer, self._forward = heads, tree, layer, forward
-        self._features: Tensor | None = None  # [B, H]
+    def __init__(self, num_heads: int, tree: StaticTree, layer: int, steps: Steps):
+        self.tree, self._num_heads, self._layer, self._steps = tree, num_heads, layer, steps
+        self._seen: Seen | None = None
 
     def observe(self, tokens, features, lengths) -> None:
-        states = features[self._layer]
-        # Rows that have ended keep a state that nobody uses.
-        last = to_device((lengths - 1).clamp(min=0), states.device)
-        rows = torch.arange(len(states), device=states.device)
-        self._features = states[rows, last].to(self.heads.device, self.heads.dtype)
+        self._seen = Seen.of(features[self._layer], lengths.tolist(), self._num_heads)
 
     def draft(self, state: DraftState) -> DraftTree:
         # Targets that cannot score branches get the best token of every head.
-        tree = StaticTree.chain(self.heads.num_heads) if state.chains_only else self.tree
-        tree = tree.cut(state.max_depth)
-        if not tree.max_depth or self._features is None:
+        tree = StaticTree.chain(self._num_heads) if state.chains_only else self.tree
+        depth = min(tree.max_depth, state.max_depth)
+        if not depth or self._seen is None:
             return DraftTree.root_only(state.root_ids)
-        shares, best = self._best_tokens(state, tree, self._features)
-        columns = column_index(tree, best.device)
-        roots = to_device(state.root_ids, best.device)
-        tokens = torch.cat([roots[:, None], best[:, columns]], dim=1)
-        # The heads know nothing of each other's tokens: the probabilities along a path multiply.
-        values = functional.pad(shares[:, columns], (1, 0)) @ path_sums(tree, best.device)
-        return DraftTree(tokens, tree.parents, values=values)
-
-    def _best_tokens(self, state: DraftState, tree: StaticTree, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of each head's best tokens, as many as the tree uses, best first [B, sum of widths]; and
-        these tokens, int64."""
-        token_ids = self.heads.token_ids
-        logits = self._forward(features, tree.max_depth)
-        best, shares = [], []
-        for depth, width in enumerate(tree.widths):
-            scores = state.child_scores(logits[depth][:, None], depth=depth, token_ids=token_ids)
-            for found, part in zip((shares, best), log_shares(scores[:, 0], width), strict=True):
-                found.append(part)
-        columns = torch.cat(best, dim=1)
-        return torch.cat(shares, dim=1), columns if token_ids is None else token_ids[columns]
+        return self._steps.draft(self._seen, state, tree, depth)
 
     def close(self) -> None:
-        self._forward.close()
+        self._steps.close()
 
 
 class MedusaDrafter(Drafter):
@@ -220,8 +194,8 @@ class MedusaDrafter(Drafter):
         return QuickOutputs(self.heads)
 
     def start(self, request: DraftRequest) -> MedusaSession:
-        forward = forward_of(self.heads, self._quick, request)
-        return MedusaSession(self.heads, self.tree, self.feature_layers[0], forward)
+        steps = steps_of(self.heads, self._quick, request)
+        return MedusaSession(self.heads.num_heads, self.tree, self.feature_layers[0], steps)
 
     def _best_tree(self) -> StaticTree:
         default = _MAX_NODES_CPU if self.heads.device.type == "cpu" else _MAX_NODES_ACCELERATOR

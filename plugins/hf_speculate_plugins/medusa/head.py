@@ -1,4 +1,4 @@
-"""The heads of Medusa as one module, all of which run in one pass, and the forwards that run it for a request.
+"""The heads of Medusa as one module, all of which run in one pass, and their forwards, plain and in 8 bits.
 
 Source: Cai et al., "Medusa" (arXiv:2401.10774), section 2.1. A head is a few residual blocks `x + SiLU(W x + b)` on the
 target's last hidden state *after* the final norm, and an output matrix: its own, one for all heads, or the target's.
@@ -8,7 +8,7 @@ Head h (from 0) on the state at position t predicts the token at t + 2 + h; the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_speculate.compilation import Buffers, Compiler, SetKey, pool_of
-from hf_speculate.drafting import DraftRequest
 from hf_speculate.scoring import unhooked
 
 
@@ -136,9 +134,6 @@ class HeadForward:
         """Logits of the first `num_heads` heads."""
         return self._heads(features, self._lm_head, num_heads=num_heads)
 
-    def close(self) -> None:
-        """Gives back the buffers of the forward."""
-
 
 class QuickForward(HeadForward):
     """The forward with output matrices in 8 bits, which most of a draft's reading is for.
@@ -158,37 +153,6 @@ class QuickForward(HeadForward):
         if len(self._outputs) == 1:
             return self._outputs[0](states)
         return torch.stack([output(rows) for output, rows in zip(self._outputs, states, strict=False)])
-
-
-class CompiledForward(HeadForward):
-    """The forward compiled. All heads run, however many are asked for: their number is a part of the shape."""
-
-    def __init__(self, heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler):
-        super().__init__(heads, lm_head)
-        self._compiler = compiler
-        self._buffers: dict[SetKey, Buffers] = {}
-
-    def __call__(self, features: Tensor, num_heads: int) -> Tensor:
-        heads, set_key = self._heads, (len(features), 0)
-        if set_key not in self._buffers:
-            self._buffers[set_key] = pool_of(heads).take(set_key)
-
-        def inputs() -> tuple[Any, ...]:
-            return heads, self._lm_head, self._buffers[set_key].filled("features", features)
-
-        def plain() -> Tensor:
-            return super(CompiledForward, self).__call__(features, num_heads)
-
-        key = (len(features), heads.dtype)
-        return self._compiler.run(heads, heads.device, key, medusa_logits, inputs, plain)[:num_heads]
-
-    def close(self) -> None:
-        pool_of(self._heads).put_back(self._buffers)
-        self._buffers = {}
-
-
-def medusa_logits(heads: MedusaHeads, lm_head: nn.Module | None, features: Tensor) -> Tensor:
-    return heads(features, lm_head)
 
 
 class QuickOutputs:
@@ -238,19 +202,3 @@ def _linear(matrix: Tensor) -> nn.Linear:
     layer = nn.Linear(*reversed(matrix.shape), bias=False, device="meta")
     layer.weight = nn.Parameter(matrix, requires_grad=False)
     return layer
-
-
-def forward_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> HeadForward:
-    """The forward for one request: compiled where there is a compiler and that is faster."""
-    outputs, compiler = heads.output_weight, request.compiler
-    has_many = outputs is not None and len(outputs) > 1
-    if compiler and compiler.backend == "inductor" and has_many and heads.device.type == "cpu":
-        compiler.refuse("Medusa heads with matrices of their own take longer compiled by inductor on a CPU")
-        compiler = None
-    # Looked up here and not kept in the drafter, which would keep the target alive.
-    lm_head = request.target.get_output_embeddings() if outputs is None else None
-    if compiler is not None:
-        return CompiledForward(heads, lm_head, compiler)
-    if quick_outputs := quick.of(request.target):
-        return QuickForward(heads, quick_outputs)
-    return HeadForward(heads, lm_head)

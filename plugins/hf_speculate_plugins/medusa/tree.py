@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -66,6 +67,11 @@ class StaticTree:
     def max_depth(self) -> int:
         return len(self.widths)
 
+    @property
+    def num_ranks(self) -> int:
+        """Largest number of ranks used at any depth."""
+        return max(self.widths, default=0)
+
     def cut(self, depth: int) -> StaticTree:
         """The same tree down to `depth`."""
         return self if depth >= self.max_depth else _cut(self, depth)
@@ -98,16 +104,29 @@ def best_static_tree(accuracies: Sequence[Sequence[float]], max_nodes: int) -> S
     return StaticTree.of(paths[1:])  # without the root
 
 
-@lru_cache(maxsize=64)
-def path_sums(tree: StaticTree, device: torch.device) -> Float[Tensor, "N N"]:
-    """The matrix that turns values of nodes into values of their paths; in single precision."""
-    ancestors = TreePlan.from_parents([tree.parents]).ancestors[0]
-    return to_device(ancestors.T.float(), device)
+class TreeTensors(NamedTuple):
+    """A static tree on a device.
+
+    Attributes:
+        columns: int64 [N - 1], column of every node but the root in the heads' best tokens, `StaticTree.num_ranks` of
+            each head, side by side.
+        sums: float32 [N, N], matrix that turns values of nodes into values of their paths.
+        parents: int64 [1, N], parent of every node.
+    """
+
+    columns: Int[Tensor, " n"]
+    sums: Float[Tensor, "N N"]
+    parents: Int[Tensor, "1 N"]
 
 
 @lru_cache(maxsize=64)
-def column_index(tree: StaticTree, device: torch.device) -> Int[Tensor, " N"]:
-    """Column of every node but the root in the row of the heads' best tokens, `tree.widths` of each, side by side."""
-    offsets = [sum(tree.widths[:depth]) for depth in range(tree.max_depth)]
-    columns = [offsets[len(path) - 1] + path[-1] for path in tree.paths]
-    return torch.tensor(columns, dtype=torch.long, device=device)
+def tree_tensors(tree: StaticTree, device: torch.device) -> TreeTensors:
+    """The tensors of `tree` on a device, made once."""
+    columns = [(len(path) - 1) * tree.num_ranks + path[-1] for path in tree.paths]
+    with torch.inference_mode(False):  # other requests share them
+        ancestors = TreePlan.from_parents([tree.parents]).ancestors[0]
+        return TreeTensors(
+            to_device(columns, device, torch.long),
+            to_device(ancestors.T.float(), device),
+            to_device([tree.parents], device),
+        )

@@ -15,7 +15,8 @@ from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest
 from hf_speculate.native import RoundedLinear
 from hf_speculate_plugins.medusa import MedusaHeads
-from hf_speculate_plugins.medusa.head import CompiledForward, QuickForward, QuickOutputs, forward_of
+from hf_speculate_plugins.medusa.head import QuickForward, QuickOutputs
+from hf_speculate_plugins.medusa.steps import CompiledSteps, PlainSteps, steps_of
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")
@@ -89,10 +90,12 @@ def test_targets_are_not_kept_alive():
 def test_compiled_heads_ask_for_none():
     """Copies would be made in vain."""
     heads, target = heads_of(0), Target()
-    for compiler, kind in ((None, QuickForward), (Compiler("eager", Counter()), CompiledForward)):
+    for compiler, kind in ((None, PlainSteps), (Compiler("eager", Counter()), CompiledSteps)):
         outputs = QuickOutputs(heads)
         request = DraftRequest(target=target, input_ids=torch.zeros(1, 3, dtype=torch.long), compiler=compiler)
-        assert type(forward_of(heads, outputs, request)) is kind
+        steps = steps_of(heads, outputs, request)
+        assert type(steps) is kind
+        assert compiler is not None or type(steps._forward) is QuickForward
         assert len(outputs._targets) == (compiler is None)
 
 

@@ -207,7 +207,7 @@ def test_the_feature_of_every_round_is_that_of_a_plain_forward(tiny_model, promp
     original = MedusaSession.draft
 
     def draft(self, state):
-        used.append((self._features.clone(), state))
+        used.append((self._seen.newest(), state))
         return original(self, state)
 
     monkeypatch.setattr(MedusaSession, "draft", draft)
@@ -237,7 +237,7 @@ def test_drafted_tokens_are_the_ranked_tokens_of_the_heads(tiny_model, prompt, m
     def draft(self, state):
         tree = original(self, state)
         DraftChecks("test", VOCAB).admit(tree, state.root_ids.tolist())
-        drafted.append((self._features, state, tree))
+        drafted.append((self._seen.newest(), state, tree))
         return tree
 
     monkeypatch.setattr(MedusaSession, "draft", draft)

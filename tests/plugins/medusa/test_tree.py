@@ -9,7 +9,7 @@ import torch
 
 from hf_speculate import AutoSpeculator
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaOptions, StaticTree
-from hf_speculate_plugins.medusa.tree import ACCURACIES, best_static_tree, column_index
+from hf_speculate_plugins.medusa.tree import ACCURACIES, best_static_tree, tree_tensors
 
 from ...support.heads import MEDUSA_CHOICES, random_heads, write_medusa_heads
 
@@ -37,7 +37,7 @@ def test_trees_are_cut_to_the_heads_and_the_budget(tiny_model):
     assert drafter.tree.widths == (3, 2)
     assert drafter.tree.cut(1).paths == MEDUSA_CHOICES[:3]
     assert drafter.tree.cut(0).parents == (-1,)
-    assert column_index(StaticTree(MEDUSA_CHOICES), torch.device("cpu")).tolist() == [0, 1, 2, 3, 4, 3, 5, 6]
+    assert tree_tensors(StaticTree(MEDUSA_CHOICES), torch.device("cpu")).columns.tolist() == [0, 1, 2, 3, 4, 3, 6, 9]
     assert MedusaDrafter(random_heads(2), tiny_model(), MedusaOptions(max_nodes=5)).tree.parents.count(0) < 6
     few = MedusaDrafter(random_heads(truncated=4), tiny_model(), MedusaOptions(max_nodes=99))
     assert max(few.tree.widths) == 4
