@@ -78,7 +78,9 @@ def install() -> None:
     if _originals:
         return
     for name in ("generate", "_validate_generation_mode", "_sample"):
-        setattr(GenerationMixin, name, _unwrapped(getattr(GenerationMixin, name)))
+        method = getattr(GenerationMixin, name, None)
+        if (original := _unwrapped(method)) is not method:
+            setattr(GenerationMixin, name, original)
     check_transformers()
     install_attention()
     for name, wrap in (
@@ -91,9 +93,9 @@ def install() -> None:
         setattr(GenerationMixin, name, wrap(original))
 
 
-def _unwrapped(method: Callable) -> Callable:
+def _unwrapped(method: Any) -> Any:
     """The method that imports of this package have wrapped."""
-    while callable(original := method.__dict__.get("__hf_speculate__")):
+    while callable(original := getattr(method, "__dict__", {}).get("__hf_speculate__")):
         method = original
     return method
 

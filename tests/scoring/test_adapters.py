@@ -181,7 +181,7 @@ class TestWhatIsLearnt:
         self.run(adapted, speculator, ids, "second")
         assert shares("first") == before > 0.9
         assert shares("second") < 0.85  # rounds without a draft have it half forgotten
-        assert costs["first", 1, False] is not costs["second", 1, False]
+        assert costs["first", 1, False, ()] is not costs["second", 1, False, ()]
         stats = speculator.adapter_stats
         assert (stats["first"].mean_acceptance_length or 0) > 4
         assert 1 <= (stats["second"].mean_acceptance_length or 0) < 1.5
