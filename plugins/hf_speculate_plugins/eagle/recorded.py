@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers, rank_children
 from hf_speculate.scoring import Along
-from hf_speculate.transfers import copy_all, copy_to_device, to_device
+from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan, additive
 
 from ..heads import CachedAttention, CompiledForwards, form_of
@@ -279,13 +279,14 @@ class CompiledSteps(CompiledForwards):
         return head, stacks, inputs, tuple(state.warpers), *shape
 
     def _placed(self, buffers: Buffers, features: Sequence[Tensor], num_read: int) -> list[Tensor]:
-        """The features in buffers for `num_read` entries. What follows the real ones is left from earlier rounds."""
-        placed = []
-        for index, each in enumerate(features):
-            shape = each.shape[0], num_read, each.shape[2]
-            placed.append(buffers.tensor(("features", index, num_read), shape, each.dtype, self._head.device))
-        if placed:
-            count = features[0].shape[1]
-            sources = [to_device(each, self._head.device) for each in features]
-            copy_all([each[:, :count] for each in placed], sources)
-        return placed
+        """The features in one buffer for `num_read` entries. What follows the real ones is left from earlier rounds."""
+        if not features:
+            return []
+        sources, sizes = (
+            [to_device(each, self._head.device) for each in features],
+            [each.shape[-1] for each in features],
+        )
+        shape = len(sources[0]), num_read, sum(sizes)
+        placed = buffers.tensor(("features", num_read), shape, sources[0].dtype, self._head.device)
+        torch.cat(sources, dim=-1, out=placed[:, : sources[0].shape[1]])
+        return list(placed.split(sizes, dim=-1))
