@@ -175,22 +175,21 @@ class Lease:
 
     Args:
         cache: cache that shows the buffers. When it is gone, they return to the pool.
-        pool: pool to take sets from and return them to; None makes new ones, for a cache that others may keep.
+        pool: pool to take sets from and return them to.
     """
 
-    def __init__(self, cache: Cache, pool: Pool | None):
+    def __init__(self, cache: Cache, pool: Pool):
         self._sets: dict[SetKey, Buffers] = {}
         self._pool, self._num_layers = pool, len(cache.layers)
-        if pool is not None:
-            weakref.finalize(cache, pool.put_back, self._sets).atexit = False
-            for index, layer in enumerate(cache.layers):
-                if isinstance(layer, PreallocatedLayer):
-                    layer.allocate = partial(self._allocate, index)
+        weakref.finalize(cache, pool.put_back, self._sets).atexit = False
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, PreallocatedLayer):
+                layer.allocate = partial(self._allocate, index)
 
     def buffers(self, batch_size: int, capacity: int) -> Buffers:
         key = (batch_size, capacity)
         if key not in self._sets:
-            self._sets[key] = Buffers() if self._pool is None else self._pool.take(key)
+            self._sets[key] = self._pool.take(key)
         return self._sets[key]
 
     def place(self, layers: Sequence[Any], capacity: int) -> Stacks:
@@ -208,10 +207,18 @@ class Lease:
                     stack[index][:, :, : layer.length] = layer._buffers[name][:, :, : layer.length]
                     layer._buffers[name] = stack[index]
             layer._is_owned = True
-        if self._pool is None:  # sets that it has outgrown are not needed by any pool
-            batch_size = keys.shape[1]
-            self._sets = {(batch_size, capacity): self.buffers(batch_size, capacity)}
         return keys, values
+
+    def end(self, cache: Cache) -> None:
+        """Gives the layers copies of their entries and the buffers back to the pool: others keep the cache."""
+        for layer in cache.layers:
+            if isinstance(layer, PreallocatedLayer):
+                states = {name: buffer[:, :, : layer.length].clone() for name, buffer in layer._buffers.items()}
+                layer._buffers, layer._is_owned, layer.allocate = states, False, None
+        sets = dict(self._sets)
+        self._sets.clear()  # nothing is left to return when the cache is gone
+        self._pool.put_back(sets)
+        _leases.pop(cache, None)
 
     def _allocate(self, layer_index: int, name: str, like: Tensor, num_entries: int) -> Tensor:
         """The `allocate` function of `PreallocatedLayer`."""
@@ -231,7 +238,7 @@ def _lies_in(layer: Any, buffer: Tensor, name: str = "keys") -> bool:
 _leases: WeakKeyDictionary[Cache, Lease] = WeakKeyDictionary()
 
 
-def lease_of(cache: Cache, pool: Pool | None) -> Lease:
+def lease_of(cache: Cache, pool: Pool) -> Lease:
     """The lease of `cache`, made on first use. Its buffers keep their addresses from call to call."""
     if cache not in _leases:
         _leases[cache] = Lease(cache, pool)

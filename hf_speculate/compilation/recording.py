@@ -7,8 +7,9 @@ A recording holds addresses: those of its arguments (`Buffers` keep theirs) and 
 by the addresses of the arguments and by the state of their modules (`state_of`), which the caller computes once a
 request. Nobody may change a model during a call.
 
-All recordings of a device share one pool of memory, because replays never overlap: they run on the stream of the
-caller, one after another. What a recording returns stays its own, and the next replay of it overwrites that.
+All recordings of a device share one pool of memory, because replays never overlap: one lock orders those of all
+threads, and a replay on another stream waits for the last one. What a recording returns stays its own, and the next
+replay of it overwrites that.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ class Recordings:
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._warm: OrderedDict[Hashable, None] = OrderedDict()
         self._unrecordable: set[Hashable] = set()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -90,7 +90,7 @@ class Recordings:
                 load kernels and allocate workspaces, which a recording must not contain.
             device: device of the computation.
         """
-        with self._lock:
+        with _LOCK:
             if kind in self._unrecordable:
                 return function(*arguments)
             if kind not in self._warm:
@@ -98,12 +98,13 @@ class Recordings:
                 while len(self._warm) > 8 * MAX_RECORDINGS:
                     self._warm.popitem(last=False)
                 Recordings.num_warmed += 1
-                return warm_up(function, arguments, device)
+                return function(*arguments)
             key = kind, tuple(tensor.data_ptr() for tensor in tensors_in(arguments))
             try:
                 recording = self._recordings.get(key) or self._record(key, function, arguments, device)
-            except RuntimeError as error:
+            except Exception as error:
                 self._unrecordable.add(kind)
+                heal(device)
                 logger.warning(f"{getattr(function, '__name__', 'a forward')} is not recorded: {first_line(error)}")
                 return function(*arguments)
             self._recordings.move_to_end(key)
@@ -122,9 +123,17 @@ class Recordings:
         return self._recordings[key]
 
 
+_LOCK = threading.RLock()
+"""A capture and another thread's use of the same stream, pool or generator would break each other."""
+
+_anchors: list[Any] = []  # graphs that must not be freed
+_last_streams: dict[torch.device, Any] = {}
+
+
 @cache
-def _side_stream(device: torch.device) -> Any:
-    """The stream of all warm-ups and captures: libraries keep a workspace for each stream."""
+def _capture_stream(device: torch.device) -> Any:
+    """The stream of all captures, on which nothing else runs. So the workspace that cuBLAS keeps for it lies in the
+    pool of the recordings, and nobody who clears workspaces takes it from them."""
     return torch.cuda.Stream(device)
 
 
@@ -132,36 +141,11 @@ def _side_stream(device: torch.device) -> Any:
 def _pool(device: torch.device) -> Any:
     """The memory pool of all recordings. A pool whose graphs have all been freed must not be used again, so one tiny
     graph keeps it."""
-    pool, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-    value = torch.zeros(1, device=device)
-    with torch.cuda.stream(_side_stream(device)):
-        anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
-        value.add_(1)
-        anchor.capture_end()
-    _anchors.append((anchor, value))
+    pool, value = torch.cuda.graph_pool_handle(), torch.zeros(1, device=device)
+    graph = torch.cuda.CUDAGraph()
+    _capture(graph, pool, device, lambda: value.add_(1))
+    _anchors.append((graph, value))
     return pool
-
-
-_anchors: list[Any] = []
-
-
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """A context on the side stream, ordered after and before the work of the caller's stream."""
-    current, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        yield
-    current.wait_stream(side)
-
-
-def warm_up(function: Function, arguments: Sequence[Any], device: torch.device) -> Any:
-    """The result of `function(*arguments)`, computed on the stream of the captures."""
-    with torch.cuda.device(device), _beside(device):
-        result = function(*arguments)
-    for tensor in tensors_in(result):  # allocated on one stream and used on another
-        tensor.record_stream(torch.cuda.current_stream(device))
-    return result
 
 
 def record(function: Function, arguments: Sequence[Any], device: torch.device) -> Recording:
@@ -171,20 +155,59 @@ def record(function: Function, arguments: Sequence[Any], device: torch.device) -
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), _without_gc():
-        pool = _pool(device)
-        with _beside(device):
+        outputs = _capture(graph, _pool(device), device, lambda: function(*arguments))
+
+    def replay() -> None:
+        stream = torch.cuda.current_stream(device)
+        if (last := _last_streams.get(device)) is not None and last != stream:
+            stream.wait_stream(last)
+        _last_streams[device] = stream
+        graph.replay()
+
+    return Recording(replay, outputs)
+
+
+def _capture(graph: Any, pool: Any, device: torch.device, function: Callable[[], Any]) -> Any:
+    """The result of `function`, whose kernels are captured into `graph`."""
+    with torch.cuda.stream(_capture_stream(device)):
+        try:
             # Other threads may use the device meanwhile.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                outputs = function(*arguments)
-            except BaseException:
-                with suppress(RuntimeError):  # the capture is invalid already
-                    graph.capture_end()
-                with suppress(Exception):  # then torch may not have told its allocator that the capture is over
-                    torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-                raise
+            outputs = function()
+        except BaseException:
+            _give_up(graph, pool, device)
+            raise
+        try:
             graph.capture_end()
-    return Recording(graph.replay, outputs)
+        except BaseException:
+            _give_up(graph, pool, device)
+            raise
+    return outputs
+
+
+def _give_up(graph: Any, pool: Any, device: torch.device) -> None:
+    """Ends a capture that has failed, so that torch can be used as before.
+
+    Where the capture is invalid, `capture_end` raises before it has told allocators and random generators that it is
+    over. The allocator of the device is told here. The others are told by the next capture that succeeds, in a new
+    pool: the old one counts as being recorded to.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+    end = next((found for name in names if (found := getattr(torch._C, name, None)) is not None), None)
+    if end is not None:
+        with suppress(RuntimeError):
+            end(torch.cuda.current_device(), pool)
+    _anchors.append(graph)  # an allocator still asks it whether it records
+    _pool.cache_clear()
+
+
+def heal(device: torch.device) -> None:
+    """Makes a capture that succeeds, after one that has failed (`_give_up`)."""
+    if device.type == "cuda":
+        with torch.cuda.device(device), _without_gc(), suppress(RuntimeError):
+            _pool(device)
 
 
 @contextmanager
@@ -252,10 +275,14 @@ def _note(name: Any, value: Any, found: list[Any], waiting: list[nn.Module], lev
         found.append(len(value))
         for each in value:
             _note(name, each, found, waiting, levels - 1)
-    elif callable(value) and not _is_ours(value):
+    elif callable(value) and not _is_indifferent(value):
         found.append(id(value))
 
 
-def _is_ours(hook: Any) -> bool:
-    """Whether a hook is one of this package. They come and go with requests, and recordings do without them."""
-    return (getattr(hook, "__module__", None) or "").startswith("hf_speculate")
+_INDIFFERENT = ("hf_speculate", "transformers.utils.output_capturing")
+
+
+def _is_indifferent(hook: Any) -> bool:
+    """Whether a hook is one of this package, or of transformers for collecting outputs. They come and go with requests,
+    and recordings do without them, or name what is collected in their key."""
+    return (getattr(hook, "__module__", None) or "").startswith(_INDIFFERENT)

@@ -101,7 +101,8 @@ class Drafts:
             return tree
         self.depth = tree.max_depth
         if budget.max_nodes is not None:
-            tree = tree.best(budget.max_nodes)
+            is_unread = tree.unread is not None  # its drafter put the best nodes first
+            tree = tree.first(budget.max_nodes) if is_unread else tree.best(budget.max_nodes)
         tree = self.policy.cut(tree)
         return tree.pruned(limits) if tree.max_depth > min(taking_part) else tree
 

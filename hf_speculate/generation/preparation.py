@@ -222,7 +222,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
 
 def _events(device: torch.device) -> tuple[Any, Any] | None:
     """Events that time drafts on a GPU."""
-    if device.type != "cuda":
+    if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
         return None
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -259,8 +259,11 @@ def _compiler(speculator: Speculator, model: GenerativeModel, stats: Speculation
     if compiler is not None and compiler.backend is None:
         if speculator.options.exact:
             return None
-        if speculator.options.ahead:
-            compiler.refuse("drafts are made ahead on another thread")
+        problem = "drafts are made ahead on another thread" if speculator.options.ahead else ""
+        if torch.is_autocast_enabled(input_device(model).type):
+            problem = "autocast is on, which keeps copies of weights for a time"
+        if problem:
+            compiler.refuse(problem)
             return None
     return compiler
 
@@ -271,17 +274,17 @@ def _static_use(
     """The request's use of static forwards. On a CPU the host chooses tokens: it waits for nothing."""
     choice = None
     if Compiler.records(call.input_ids.device):
-        reason = reason_for_host(sampler)
+        # Rows that have ended go on with padding, which nobody chooses.
+        reason = "rows go on with padding" if rows.are_padded else reason_for_host(sampler)
         choice = None if reason else BatchedChoice(sampler.processors, sampler.noise is not None)
         if reason:
             stats.fallbacks[f"tokens are chosen on the host: {reason}"] += 1
     return StaticUse(
         choice=choice,
-        can_choose=lambda: not (rows.are_padded and any(rows.sequences.finished)),
         choice_inputs=None if choice is None else ChoiceInputs(choice, sampler, rows.sequences),
         keeps_outputs=sampler.records.are_kept,
         last_layer=last_layer(call.model) if RAW_LAST in speculator.drafter.feature_layers else None,
-        is_private=not call.shows_cache,
+        shows_cache=call.shows_cache,
     )
 
 

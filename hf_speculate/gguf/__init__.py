@@ -11,6 +11,7 @@ matrices       rows of tensors for packing
 values         values of tensors of any type
 loading        building the model
 report         how its weights lie in memory
+stock_methods  methods of transformers' models that count or change weights
 vocabulary     a tokenizer of transformers as metadata
 writing        files of metadata and tensors
 """

@@ -50,6 +50,7 @@ from .model import (
 from .report import packing_report
 from .rope import plain_frequencies
 from .shards import find_file, read_model_file
+from .stock_methods import replace_methods
 from .tokenizer import read_tokenizer
 
 
@@ -159,6 +160,8 @@ def build_model(
         eos_token_id=list(plan.eos_token_ids) or None,
         pad_token_id=plan.pad_token_id,
     )
+    if backend is not None:
+        replace_methods(model)
     return model
 
 

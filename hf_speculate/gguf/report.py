@@ -53,12 +53,9 @@ def packing_report(model: nn.Module) -> PackingReport:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         new = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.data_ptr() not in packed}
         packed |= set(new)
-        if isinstance(module, PackedMatrix):
-            key, num_weights = (module.block_type, module.backend.name), module.in_features * module.out_features
-        else:
-            key, num_weights = (module.block_type, "rows"), module.num_embeddings * module.embedding_dim
+        key = module.block_type, module.backend.name if isinstance(module, PackedMatrix) else "rows"
         block_format = FORMATS[module.block_type]
-        in_file[key] += num_weights // block_format.block_size * block_format.block_bytes
+        in_file[key] += module.num_weights // block_format.block_size * block_format.block_bytes
         in_memory[key] += sum(new.values())
     dense = {
         tensor.data_ptr(): tensor.nbytes

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..errors import UnsupportedRequestError
 from . import binding
@@ -56,6 +57,29 @@ class PackedBytes(Tensor):
             return func(*args, **(kwargs or {}))
 
 
+class PackedParameter(nn.Parameter):
+    """Packed bytes as a parameter, which takes no gradients.
+
+    Raises:
+        UnsupportedRequestError: somebody wants a gradient.
+    """
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            raise UnsupportedRequestError(
+                f"the weights of this GGUF layer are packed and take no gradients. {_POSSIBLE}"
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> PackedParameter:  # type: ignore[override]
+        self.requires_grad = requires_grad
+        return self
+
+
 class PackedModule(nn.Module):
     """The common part of packed layers.
 
@@ -64,6 +88,11 @@ class PackedModule(nn.Module):
     """
 
     packed: Tensor
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights in the packed bytes."""
+        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
@@ -135,11 +164,15 @@ class PackedMatrix(PackedModule):
         self.backend = backend
         for name, tensor in tensors.items():
             if name == "packed":
-                self.packed = nn.Parameter(tensor, requires_grad=False)
+                self.packed = PackedParameter(tensor, requires_grad=False)
             else:
                 # Not in the state dict: PEFT would look for each of its tensors in an adapter's file.
                 self.register_buffer(name, tensor, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def num_weights(self) -> int:
+        return self.in_features * self.out_features
 
     def forward(self, inputs: Float[Tensor, "*M K"]) -> Float[Tensor, "*M N"]:
         rows = inputs.reshape(-1, self.in_features)
@@ -243,17 +276,22 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         self.block_type = block_type
         self.is_native = is_native
         self.scale = scale
-        self.packed = nn.Parameter(weight, requires_grad=False)
+        self.packed = PackedParameter(weight, requires_grad=False)
         # This follows `model.to(dtype)`; the bytes do not.
         self.register_buffer("_of_dtype", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
 
     _of_dtype: Tensor
 
+    @property
+    def num_weights(self) -> int:
+        return self.num_embeddings * self.embedding_dim
+
     def forward(self, token_ids: Int[Tensor, "*M"]) -> Float[Tensor, "*M H"]:  # type: ignore[override]
         ids = token_ids.reshape(-1)
         rows = self._native_rows(ids)
         if rows is None:
-            rows = FORMATS[self.block_type].dequantize(self.packed[ids])
+            # Unlike an index, it takes no negative ids.
+            rows = FORMATS[self.block_type].dequantize(functional.embedding(ids, self.packed))
         dtype = self._of_dtype.dtype
         return scaled(rows.to(dtype), self.scale).view(*token_ids.shape, self.embedding_dim)
 

@@ -36,7 +36,7 @@ class RoundedMatrix(PackedMatrix):
         """The 8-bit matrix; None if the kernel cannot use it, or its weights are not finite or exceed float16."""
         if isinstance(matrix, PackedMatrix):
             is_native = isinstance(matrix.backend, NativeBackend)
-            return cls(matrix, matrix.block_type, matrix.packed) if is_native else None
+            return cls(matrix, matrix.block_type, matrix.packed.data) if is_native else None
         if (
             matrix.weight.dtype not in binding.DENSE_KINDS
             or not matrix.weight.is_cpu

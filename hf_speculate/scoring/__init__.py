@@ -21,8 +21,10 @@ from .backends import tree_backends as tree_backends
 from .devices import device_beside as device_beside
 from .devices import input_device as input_device
 from .devices import last_device as last_device
+from .embeddings import embedding_layer as embedding_layer
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense
+from .embeddings import output_layer as output_layer
 from .embeddings import output_rows as output_rows
 from .exact import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
 from .exact import exact_scorer as exact_scorer

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -69,18 +70,15 @@ class StaticUse:
         choice: choice of all tokens at once; None leaves it to the host.
         choice_inputs: inputs of the choice; None without one.
         keeps_outputs: whether logits and states are kept beyond the round.
-        can_choose: function that returns whether the accepted paths are those of the chosen tokens. Padding of rows
-            that have ended is not chosen.
         last_layer: layer whose output the drafter reads before the final norm; None if it does not.
-        is_private: whether only this request sees its cache, so that buffers of earlier requests can be used.
+        shows_cache: whether others get the cache. Then they get copies, as buffers go on to the next request.
     """
 
     choice: Choice | None = None
-    can_choose: Callable[[], bool] = lambda: True
     choice_inputs: ChoiceInputs | None = None
     keeps_outputs: bool = False
     last_layer: nn.Module | None = None
-    is_private: bool = False
+    shows_cache: bool = False
 
 
 def compiled(scorer: Scorer, compiler: Compiler, use: StaticUse) -> Scorer:
@@ -140,9 +138,9 @@ class StaticForward(Forward):
 
     def __init__(self, scorer: Scorer, compiler: Compiler, use: StaticUse):
         self._compiler, self._use = compiler, use
-        self._pool = pool_of(scorer.model) if use.is_private else None
+        self._pool = pool_of(scorer.model)
         self._vocab_size = num_embeddings(scorer.model)
-        self._with_prompt: set[int] = set()  # buffers that have the mask of this request's prompt
+        self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this request's prompt
         self._problem_with_layers: str | None = None  # found out once the prompt has run
         self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
         lease_of(scorer.cache.cache, self._pool)
@@ -196,13 +194,17 @@ class StaticForward(Forward):
             output.table = ScoredTable(result["words"], width)
             output.along = result["along"]
         if result["last"] is not None:
-            output.last = result["last"][:, :num_nodes]
+            last = result["last"][:, :num_nodes]
+            output.last = last if "words" in result else last.clone()
         return output
 
     def settle(self, scorer: Scorer) -> None:
         """Releases the buffers: plain `generate` makes its own when the cache grows."""
         for layer in _layers(scorer):
             layer.allocate = None
+        if self._use.shows_cache:
+            cache = scorer.cache.cache
+            lease_of(cache, self._pool).end(cache)
 
     def _attention(self, scorer: Scorer) -> tuple[MaskForm, int, torch.dtype]:
         """Form of masks, query heads for each KV head, dtype of masks."""
@@ -225,8 +227,7 @@ class StaticForward(Forward):
     def _choice(self, tree: DraftTree) -> Choice | None:
         """The choice, if it can be made for this tree."""
         use = self._use
-        is_fit = use.choice_inputs is not None and use.choice_inputs.fit(tree) and use.can_choose()
-        return use.choice if is_fit else None
+        return use.choice if use.choice_inputs is not None and use.choice_inputs.fit(tree) else None
 
     def _problem(self, scorer: Scorer, nodes: Nodes, options: Mapping[str, Any]) -> str:
         if scorer.token_kwargs:
@@ -266,8 +267,8 @@ class StaticForward(Forward):
     def _prompt(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
         prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, scorer.device)
-        if id(buffers) not in self._with_prompt:
-            self._with_prompt.add(id(buffers))
+        if buffers not in self._with_prompt:
+            self._with_prompt.add(buffers)
             prompt.fill_(True)
             starts = buffers.tensor("starts", (batch_size,), torch.long, scorer.device)
             copy_to_device(self._prompt_starts(scorer) or [0] * batch_size, starts)

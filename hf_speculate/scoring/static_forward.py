@@ -8,6 +8,7 @@ text, and gathers the hidden states along it. The host then reads one table (`Sc
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,6 +233,7 @@ class _output_of:
 
     def __enter__(self) -> list[Tensor]:
         if self._module is not None:
+            self._thread = threading.get_ident()
             self._hook = self._module.register_forward_hook(self._keep)
         return self._outputs
 
@@ -240,4 +242,5 @@ class _output_of:
             self._hook.remove()
 
     def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._outputs.append(output[0] if isinstance(output, tuple) else output)
+        if threading.get_ident() == self._thread:  # other threads may run the same model
+            self._outputs.append(output[0] if isinstance(output, tuple) else output)

@@ -95,6 +95,8 @@ class BatchedChoice:
             tree: their depths and ancestors.
             inputs: tensors from `ChoiceInputs.fill`.
         """
+        if not self._processors and not self.samples:
+            return logits.argmax(-1), are_tainted(logits).any(-1)
         scores = logits.to(copy=True, dtype=torch.float32).flatten(0, 1)
         no_text: Any = scores.new_empty(len(scores), 0, dtype=torch.long)
         for processor in self._processors:

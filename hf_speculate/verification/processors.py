@@ -38,6 +38,7 @@ _SEE_SCORES = (
     lp.LogitNormalization,
     lp.SuppressTokensLogitsProcessor,
 )
+_NOT_FOR_DRAFTS = (lp.SuppressTokensLogitsProcessor, lp.EtaLogitsWarper, lp.TopHLogitsWarper)
 _SEE_PREFIX = (
     lp.RepetitionPenaltyLogitsProcessor,
     lp.NoRepeatNGramLogitsProcessor,
@@ -169,6 +170,6 @@ def _processor_of_row(processor: Any, row: int, batch_size: int) -> Any:
 
 
 def score_only(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """The processors that can also warp a drafter's logits: they see only scores and name no token."""
-    known = (p for p in processors if type(p) in _SEE_SCORES and type(p) is not lp.SuppressTokensLogitsProcessor)
-    return KnownProcessors(known)
+    """The processors that can also warp a drafter's logits: they see only scores, name no token, and do not have the
+    host wait for a device."""
+    return KnownProcessors(p for p in processors if type(p) in _SEE_SCORES and type(p) not in _NOT_FOR_DRAFTS)

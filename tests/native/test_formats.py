@@ -166,12 +166,13 @@ def test_rows_are_looked_up_alike_on_other_cpus(compiled, tmp_path, monkeypatch,
 
 
 @pytest.mark.usefixtures("needs_kernel")
-@pytest.mark.parametrize("token", [ROWS, -ROWS - 1])
-def test_a_token_that_is_none_raises_as_it_does_without(tmp_path, token):
-    embedding = PackedEmbedding(blocks_of(tmp_path, "Q8_0"), "Q8_0", torch.float32, is_native=True)
-    with pytest.raises(IndexError, match="out of bounds"):
-        embedding(torch.tensor([1, token]))
-    assert torch.equal(embedding(torch.tensor([-1])), embedding(torch.tensor([ROWS - 1]))), "as torch counts"
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("token", [ROWS, -1, -100, -ROWS, -ROWS - 1])
+def test_a_token_outside_the_table_raises_as_in_torchs_embedding(tmp_path, token, is_native):
+    packed = PackedEmbedding(blocks_of(tmp_path, "Q8_0"), "Q8_0", torch.float32, is_native=is_native)
+    for embedding in (packed, torch.nn.Embedding(ROWS, COLUMNS)):
+        with pytest.raises(IndexError, match="index out of range"):
+            embedding(torch.tensor([1, token]))
 
 
 @pytest.mark.usefixtures("needs_kernel")

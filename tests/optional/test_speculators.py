@@ -6,13 +6,20 @@ interpreter.
 
 from __future__ import annotations
 
+import json
+import subprocess
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_speculate_plugins.block.defaults import DEFAULTS as OF_BLOCKS
+from hf_speculate_plugins.checkpoints import ConfigValues
+from hf_speculate_plugins.checkpoints.layer_config import layer_config
 from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, write_head
+from hf_speculate_plugins.eagle.defaults import DEFAULTS as OF_EAGLE
 
 from ..support.models import SIZES
 from ..support.speculators_peer import PYTHON, assert_peer_agrees
@@ -90,3 +97,35 @@ def test_a_head_that_we_convert(target, tmp_path):
     save_file(tensors, tmp_path / "specforge" / "model.safetensors")
     convert_checkpoint(tmp_path / "specforge", tmp_path / "head", "speculators", folder)
     assert_peer_agrees(tmp_path / "head", model, tmp_path)
+
+
+_FIELDS = """
+import json
+from importlib.metadata import version
+from speculators import SpeculatorModelConfig
+found, common = {"version": version("speculators")}, SpeculatorModelConfig.model_fields
+for kind in ("eagle3", "peagle", "dflash", "dspark", "dflash2"):
+    fields = SpeculatorModelConfig.registry[kind].model_fields
+    own = {name: field.default for name, field in fields.items() if name not in common}
+    plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str)}
+    found[kind] = {**plain, "layers": fields["transformer_layer_config"].default_factory().model_type}
+print(json.dumps(found))
+"""
+# Said by the tensors, not of the forward pass, or (embeddings) with a test of its own.
+_ELSEWHERE = {
+    *("draft_vocab_size", "norm_before_fc", "fc_norm", "enable_confidence_head", "embed_requires_grad"),
+    "layers",
+}
+
+
+def test_defaults_of_its_configs():
+    """What absent keys mean to the classes that write the files; a key that a release adds must be looked at here."""
+    run = subprocess.run([str(PYTHON), "-c", _FIELDS], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    ours = {**dict.fromkeys(("eagle3", "peagle"), OF_EAGLE["speculators"]), **OF_BLOCKS["speculators"]}
+    for kind, defaults in ours.items():
+        assert {key: value for key, value in found[kind].items() if key not in _ELSEWHERE} == dict(defaults), kind
+        stated = {"speculators_model_type": kind, "speculators_version": found["version"]}
+        layers = layer_config(ConfigValues("head", {**stated, "transformer_layer_config": {"hidden_size": 8}}), "")
+        assert layers.text("model_type") == found[kind]["layers"]

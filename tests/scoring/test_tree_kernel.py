@@ -7,6 +7,7 @@ import random
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -283,9 +284,10 @@ def test_kernels_compile_with_tensor_cores_and_loads_ahead(compiled, dtype, num_
 
 def test_the_module_needs_no_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("without_triton", tree_kernel.__file__)
+    name = "hf_speculate.scoring.without_triton"
+    spec: Any = importlib.util.spec_from_file_location(name, tree_kernel.__file__)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "without_triton", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     assert not module.has_kernel()
 
@@ -293,13 +295,24 @@ def test_the_module_needs_no_triton(monkeypatch):
 def test_a_kernel_takes_a_gpu_or_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for capability, is_enough in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda found=capability: found)
+        cuda = SimpleNamespace(
+            is_available=lambda: True, get_device_capability=lambda found=capability: found, current_device=lambda: 0
+        )
         monkeypatch.setattr(torch, "cuda", cuda)
+        monkeypatch.setattr(tree_kernel, "_runs", lambda index: True)
         assert has_kernel() == is_enough
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: False))
     assert not has_kernel()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert has_kernel()
+
+
+def test_a_kernel_that_cannot_be_built_is_done_without(monkeypatch, logged):
+    """As where there is no C compiler, here where there is no GPU."""
+    tree_kernel._runs.cache_clear()
+    assert not tree_kernel._runs(0)
+    assert any("attention of trees runs without its kernel" in line for line in logged())
+    tree_kernel._runs.cache_clear()
 
 
 @pytest.mark.gpu

@@ -128,6 +128,7 @@ def make_tensors(layout: str, rand) -> tuple[dict, dict]:
         tensors["embed_tokens.weight"] = rand(VOCAB, hidden)
         nested = {**config, "model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 2}
         nested |= {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+        nested["use_sliding_window"] = True
         config = {"speculators_model_type": "eagle3", "speculators_version": "0.9.0", "draft_vocab_size": size}
         config |= {"transformer_layer_config": nested, "eagle_aux_hidden_state_layer_ids": [1, 2, 4, 5]}
         config |= {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}

@@ -31,18 +31,13 @@ class Replays:
 
     Attributes:
         names: name of every function that was recorded, in order.
-        num_warm: number of calls that ran as they are.
         num_replayed: number of replays.
     """
 
     def __init__(self, device: PretendedDevice | None):
         self._device = device
         self.names: list[str] = []
-        self.num_warm = self.num_replayed = 0
-
-    def warm_up(self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device) -> Any:
-        self.num_warm += 1
-        return function(*arguments)
+        self.num_replayed = 0
 
     def record(self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device) -> Recording:
         self.names.append(getattr(function, "__name__", "?"))
@@ -69,7 +64,6 @@ class Replays:
 def stand_in(monkeypatch: Any, device: PretendedDevice | None = None) -> Replays:
     """Makes functions on the device recordable until the test ends; on a CPU tokens are then chosen as on a GPU."""
     replays, wanted = Replays(device), "cpu" if device is None else TYPE
-    monkeypatch.setattr(recording, "warm_up", replays.warm_up)
     monkeypatch.setattr(recording, "record", replays.record)
     for module in (recording, graphs, static):
         monkeypatch.setattr(module, "is_recordable", lambda found: found.type == wanted)

@@ -8,19 +8,21 @@ layers of the target are counted, which slots propose, what sees what. All of th
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from hf_speculate.errors import CheckpointError
 
 from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, Shapes, Stated, mask_token_of, windows_of
 from ..heads import HeadFiles
+from .defaults import DEFAULTS, Defaults
 from .head import BlockHead
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
 
 _MAX_FEATURES, _MAX_BLOCK = 256, 512
 _SIGNS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")
-_MARKOV = "markov_head.markov_w1.weight"
+_MARKOV, _SELECTOR = "markov_head.markov_w1.weight", "candidate_selector.hidden_projection.weight"
 _SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
 # Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
@@ -30,7 +32,7 @@ _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 class BlockReading(HeadFiles[BlockSpec, BlockHead]):
     """The reading half of `BlockFiles`."""
 
-    name, kind, section = "block", "one-pass head", "dflash_config"
+    name, kind, section, layer_type = "block", "one-pass head", "dflash_config", "qwen3"
     head_class, conventions_class = BlockHead, BlockConventions
     config_says = "block_size, the mask token and RoPE"
 
@@ -41,21 +43,19 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
 
     @classmethod
     def spec_of(cls, stated: Stated, conventions: BlockConventions) -> BlockSpec:
-        shapes, dialect, fields = stated.shapes, _dialect(stated), stated.layer_fields()
-        nested = _special(stated, dialect)
+        shapes, fields = stated.shapes, stated.layer_fields()
+        keys = _Keys.of(stated)
         fields["qk_norm"] |= stated.layers.text("model_type") == "qwen3"
         spec = BlockSpec(
-            dialect=dialect,
+            dialect=keys.dialect,
             **fields,
             **stated.vocabularies(_SIZED, ("lm_head.weight", "d2t")),
-            **_features(stated, dialect, fields["hidden_size"]),
-            **_block(stated, dialect, conventions.mask_token_id),
-            **_visibility(stated, dialect, fields["num_layers"]),
-            **_scoring_parts(stated, dialect),
+            **_features(stated, keys.dialect, fields["hidden_size"]),
+            **_block(stated, keys, conventions.mask_token_id),
+            **_visibility(stated, keys, fields["num_layers"]),
+            **_scoring_parts(stated, keys),
+            **_logits(keys),
             attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
-            embedding_scale=nested.number("input_embedding_scale", 1.0),
-            output_multiplier=nested.number("output_multiplier", 1.0),
-            softcap=nested.number("final_logit_softcapping", 0.0) or None,
         )
         stated.check_sizes(spec)
         causal = spec.causal if conventions.causal is None else (conventions.causal,) * spec.num_layers
@@ -73,25 +73,74 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return {"feature_layers": "which hidden states of the target it reads"}
 
 
+@dataclass(frozen=True)
+class _Keys:
+    """The keys of a config that are special about one-pass heads.
+
+    Attributes:
+        dialect, method: kind of file.
+        places: objects that may hold such a key; the first that does counts.
+        defaults: meanings of absent keys.
+    """
+
+    dialect: Dialect
+    method: Method
+    places: tuple[ConfigValues, ...]
+    defaults: Defaults
+
+    @classmethod
+    def of(cls, stated: Stated) -> _Keys:
+        dialect = _dialect(stated)
+        is_flat = dialect in ("speculators", "llama.cpp")
+        places = (stated.config,) if is_flat else (stated.nested, stated.config)
+        method = _method(stated, dialect, places)
+        return cls(dialect, method, places, DEFAULTS[dialect][method])
+
+    def place(self, key: str) -> ConfigValues:
+        """The object that holds a key, with the defaults of all keys."""
+        return next((place for place in self.places if key in place), self.places[-1]).with_defaults(self.defaults)
+
+    def flag(self, key: str) -> bool:
+        return self.place(key).flag(key, False)
+
+    def number(self, key: str) -> float:
+        return self.place(key).number(key, 0.0)
+
+    def first_flag(self, *names: str) -> bool | None:
+        """The first of some flags that has a value; None if none has."""
+        return next((self.flag(name) for name in names if name in self.place(name)), None)
+
+
 def _dialect(stated: Stated) -> Dialect:
     config, nested = stated.config, stated.nested
     if GGUF_ARCHITECTURE in config:
         return "llama.cpp"
     if "speculators_model_type" in config:
         return "speculators"
-    projector = nested.text("projector_type")
-    if projector not in (None, "dflash", "dspark"):
+    architectures = config.texts("architectures")
+    is_specforge = any(name.endswith("DSparkDraftModel") for name in architectures)
+    projector = nested.text("projector_type", "dspark" if is_specforge else "dflash")
+    if projector not in ("dflash", "dspark"):
         raise nested.wrong("projector_type", "dflash or dspark: other projectors are computed in another way")
     if projector == "dspark":
         return "specforge"
     # DeepSpec names its DFlash heads as its DSpark heads, with a Markov head of rank 0.
-    is_deepspec = "markov_rank" in config or any("DSpark" in name for name in config.texts("architectures"))
-    return "deepspec" if is_deepspec and not nested.values else "zlab"
+    is_flat = "markov_rank" in config and "target_layer_ids" not in nested
+    return "deepspec" if is_flat or any("DSpark" in name for name in architectures) else "zlab"
 
 
-def _special(stated: Stated, dialect: Dialect) -> ConfigValues:
-    """The object with what is special about one-pass heads; metadata of GGUF files are flat."""
-    return stated.config if dialect == "llama.cpp" else stated.nested
+def _method(stated: Stated, dialect: Dialect, places: tuple[ConfigValues, ...]) -> Method:
+    config = stated.config
+    if dialect == "llama.cpp":
+        return "dspark" if _MARKOV in stated.shapes else "dflash"
+    if dialect == "speculators":
+        kind = config.text("speculators_model_type")
+        if kind not in ("dflash", "dspark", "dflash2"):
+            raise config.wrong("speculators_model_type", "dflash, dspark or dflash2")
+        return kind
+    if _SELECTOR in stated.shapes or any("selector_rank" in place for place in places):
+        return "dflash2"
+    return "dspark" if any(place.values.get("markov_rank") for place in places) else "dflash"
 
 
 def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, Any]:
@@ -100,6 +149,8 @@ def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, A
     config, adapter = stated.config, stated.shapes.get("hidden_dim_adapter.proj.weight")
     fc_size, layers = stated.shapes["fc.weight"][1], _stated_layers(stated, dialect)
     if not layers:
+        if dialect not in ("zlab", "specforge"):
+            raise CheckpointError(f"{config.where}: {config.file} lacks the target layers that the head reads.")
         width = hidden_size if adapter else config.size("target_hidden_size", hidden_size)
         layers = _spread(config, fc_size // width)
     if not 0 < len(layers) <= _MAX_FEATURES or fc_size % len(layers):
@@ -129,83 +180,69 @@ def _spread(config: ConfigValues, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (depth - 4) / (count - 1)) + 1 for i in range(count))
 
 
-def _block(stated: Stated, dialect: Dialect, mask_token_id: int | None) -> dict[str, Any]:
-    config, nested = stated.config, stated.nested
-    method = _method(stated, dialect)
-    place = config if "block_size" in config else nested
-    from_anchor = dialect in ("deepspec", "specforge")
-    if dialect == "speculators":
-        from_anchor = config.flag("sample_from_anchor", method == "dspark")
-    elif dialect == "llama.cpp":  # its DFlash always drafts from the slot behind the anchor
-        from_anchor = method == "dspark" and config.flag("sample_from_anchor", True)
-    first_slot = 0 if from_anchor else 1
-    default = 16 if dialect == "llama.cpp" and method == "dflash" else None  # as llama.cpp has it
-    block_size = place.size("block_size", default, most=_MAX_BLOCK)
+def _block(stated: Stated, keys: _Keys, mask_token_id: int | None) -> dict[str, Any]:
+    config, place = stated.config, keys.place("block_size")
+    # llama.cpp's DFlash always drafts from the slot after the anchor.
+    can_be_first = (keys.dialect, keys.method) != ("llama.cpp", "dflash")
+    first_slot = 0 if can_be_first and keys.flag("sample_from_anchor") else 1
+    block_size = place.size("block_size", most=_MAX_BLOCK)
     if block_size <= first_slot:
         raise place.wrong("block_size", "at least one slot that proposes")
-    token = mask_token_of(nested, config) if mask_token_id is None else mask_token_id
+    token = mask_token_of(stated.nested, config) if mask_token_id is None else mask_token_id
     if token is None:
         raise CheckpointError(
             f"{config.where}: {config.file} lacks mask_token_id, what the slots behind the anchor hold: give "
             "mask_token_id=..., what its training had."
         )
-    return {"method": method, "block_size": block_size, "mask_token_id": token, "first_slot": first_slot}
+    return {"method": keys.method, "block_size": block_size, "mask_token_id": token, "first_slot": first_slot}
 
 
-def _method(stated: Stated, dialect: Dialect) -> Method:
-    config, nested = stated.config, stated.nested
-    if dialect == "llama.cpp":
-        return "dspark" if _MARKOV in stated.shapes else "dflash"
-    if dialect == "speculators":
-        kind = config.text("speculators_model_type")
-        if kind not in ("dflash", "dspark", "dflash2"):
-            raise config.wrong("speculators_model_type", "dflash, dspark or dflash2")
-        return kind
-    if "selector_rank" in nested or "selector_rank" in config:
-        return "dflash2"
-    return "dspark" if (nested if dialect == "specforge" else config).values.get("markov_rank") else "dflash"
-
-
-def _visibility(stated: Stated, dialect: Dialect, num_layers: int) -> dict[str, Any]:
-    """Reach of the slots: backwards, and among each other. A layer with a window is causal unless the file says
-    otherwise; one without is not, unless the whole head is (JetSpec)."""
-    nested, windows = _special(stated, dialect), windows_of(stated.layers, num_layers)
-    whole = nested.flag("causal_head", False) or nested.flag("causal", False)
-    if dialect == "speculators":
-        sliding = not stated.config.flag("sliding_window_non_causal", False)
+def _visibility(stated: Stated, keys: _Keys, num_layers: int) -> dict[str, Any]:
+    """Reach of the slots: backwards, and among each other. One flag decides for all layers; without it layers with a
+    window are causal, and others are not."""
+    windows = windows_of(stated.layers, num_layers)
+    if keys.dialect == "speculators":
+        is_free = keys.flag("sliding_window_non_causal")
+        causal = tuple(window is not None and not is_free for window in windows)
     else:
-        sliding = stated.config.flag("is_causal", True)
+        # NeMo Automodel's JetSpec heads state both `causal` and, as its DFlash heads do, `is_causal: false`.
+        whole = keys.first_flag("causal", "causal_head", "is_causal")
+        kinds = [*stated.layers.texts("layer_types"), *("full_attention",) * num_layers]
+        slides = (window or kind == "sliding_attention" for window, kind in zip(windows, kinds, strict=False))
+        causal = tuple(bool(each) if whole is None else whole for each in slides)
+    return {"windows": windows, "causal": causal, "window_from_anchor": keys.dialect == "speculators"}
+
+
+def _logits(keys: _Keys) -> dict[str, Any]:
+    """Scales of embeddings and logits, in the layouts that have them."""
+    if "output_multiplier" not in keys.defaults:
+        return {}
     return {
-        "windows": windows,
-        "causal": tuple(whole or (window is not None and sliding) for window in windows),
-        "window_from_anchor": dialect == "speculators",
+        "embedding_scale": keys.number("input_embedding_scale"),
+        "output_multiplier": keys.number("output_multiplier"),
+        "softcap": keys.number("final_logit_softcapping") or None,
     }
 
 
-def _scoring_parts(stated: Stated, dialect: Dialect) -> dict[str, Any]:
+def _scoring_parts(stated: Stated, keys: _Keys) -> dict[str, Any]:
     """Markov head, confidence head, convolutions, selector."""
-    shapes, config, nested = stated.shapes, stated.config, stated.nested
-    place = nested if dialect == "specforge" else config
+    shapes, has_confidence = stated.shapes, "confidence_head.proj.weight" in stated.shapes
     found: dict[str, Any] = {}
-    if dialect == "llama.cpp":  # tensors tell; its Markov heads are vanilla, and the confidence head sees their codes
+    if keys.dialect == "llama.cpp":  # tensors tell; its Markov heads are vanilla, and confidence heads see their codes
         if _MARKOV in shapes:
             found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
-        if "confidence_head.proj.weight" in shapes:
-            found |= {"confidence": True, "confidence_with_markov": True}
-        return found
-    if place.values.get("markov_rank"):
-        kind = place.text("markov_head_type") or "vanilla"
-        if kind not in _MARKOV_KINDS:
-            raise place.wrong("markov_head_type", f"one of {', '.join(_MARKOV_KINDS)}")
-        found |= {"markov": kind, "markov_rank": place.size("markov_rank")}
-    if "confidence_head.proj.weight" in shapes or place.flag("enable_confidence_head", False):
-        with_markov = place.flag("confidence_head_with_markov", False)
-        found |= {"confidence": True, "confidence_with_markov": with_markov}
-    place = config if "selector_rank" in config else nested
-    if "selector_rank" in place:
-        found |= {key: place.size(key) for key in ("selector_rank", "selector_top_k")}
-        for key, default in (("conv_kernel_size", 2), ("conv_group_size", 16)):
-            found[key] = place.size(key, default)
-        if shapes["fc.weight"][0] % found["conv_group_size"]:
-            raise place.wrong("conv_group_size", f"a divisor of the head's width, {shapes['fc.weight'][0]}")
+        return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})
+    rank, kind = keys.place("markov_rank"), keys.place("markov_head_type")
+    if rank.values.get("markov_rank"):
+        if kind.text("markov_head_type") not in _MARKOV_KINDS:
+            raise kind.wrong("markov_head_type", f"one of {', '.join(_MARKOV_KINDS)}")
+        found |= {"markov": kind.text("markov_head_type"), "markov_rank": rank.size("markov_rank")}
+    if has_confidence or keys.flag("enable_confidence_head"):
+        found |= {"confidence": True, "confidence_with_markov": keys.flag("confidence_head_with_markov")}
+    if keys.method == "dflash2":
+        names = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+        found |= {name: keys.place(name).size(name) for name in names}
+        width = shapes["fc.weight"][0]
+        if width % found["conv_group_size"]:
+            raise keys.place(names[-1]).wrong(names[-1], f"a divisor of the head's width, {width}")
     return found

@@ -150,9 +150,9 @@ def _zlab_config(spec: BlockSpec) -> dict[str, Any]:
     if spec.target_hidden_size != spec.hidden_size:
         config["target_hidden_size"] = spec.target_hidden_size
     if (False, True) in _causal_kinds(spec):
-        nested["causal_head"] = True
-    if any(spec.windows):
-        config["is_causal"] = (True, True) in _causal_kinds(spec)
+        nested["causal_head"] = config["is_causal"] = True  # JetSpec's key, and that of z-lab and vLLM
+    if (True, False) in _causal_kinds(spec):
+        config["is_causal"] = False  # the key is of all layers; without it those with a window are causal
     for key in _SELECTOR if spec.selector_rank else ():
         nested[key] = getattr(spec, key)
     for key, value, default in (

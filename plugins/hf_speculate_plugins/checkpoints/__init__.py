@@ -13,11 +13,9 @@ from .decoder_config import (
     check_stated_size,
     check_stated_target,
     facts_of_target,
-    rope_of,
     speculators_section,
     stated_name,
     stated_sizes,
-    windows_of,
 )
 from .files import (
     Checkpoint,
@@ -28,6 +26,7 @@ from .files import (
     tensor_shapes,
     write_checkpoint,
 )
+from .layer_config import rope_of, speculators_version, windows_of
 from .sharing import (
     OpenedHead,
     draft_vocabulary,
@@ -71,6 +70,7 @@ __all__ = [
     "shared_embeddings",
     "shared_output",
     "speculators_section",
+    "speculators_version",
     "stated_name",
     "stated_sizes",
     "target_needed",

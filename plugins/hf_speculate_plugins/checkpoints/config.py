@@ -46,6 +46,11 @@ class ConfigValues:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigValues:
+        """The same object, with these values for its absent keys."""
+        stated = {key: value for key, value in self.values.items() if value is not None}
+        return ConfigValues(self.where, {**defaults, **stated}, self._prefix)
+
     def wrong(self, key: str, wanted: str) -> CheckpointError:
         """The error for a value that is not what it should be."""
         shown = repr(self.values.get(key))
@@ -138,6 +143,7 @@ NEUTRAL: Mapping[str, Any] = {
     "rope_interleave": False,
     "rope_interleaved": False,
     "rope_is_neox_style": True,
+    "is_neox_style": True,
     "no_rope_layers": None,
     "no_rope_layer_interval": None,
     "position_embedding_type": "rope",
@@ -151,6 +157,7 @@ NEUTRAL: Mapping[str, Any] = {
     "clip_qkv": None,
     "use_swa": False,
     "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
     # Scales of states and logits.
     "embedding_multiplier": 1,
     "residual_multiplier": 1,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import check_stated_name
@@ -16,6 +15,7 @@ from hf_speculate.hub import check_stated_name
 from .accounting import num_indexed
 from .config import ConfigValues, refuse_switches
 from .files import Checkpoint
+from .layer_config import layer_config, rope_of
 from .target_files import TargetFiles
 
 
@@ -128,7 +128,7 @@ class Stated:
         shapes: shape of each tensor, by its canonical name.
         config: top level of the config.
         nested: object of the config that the method keeps its own keys in.
-        layers: config of the decoder layers.
+        layers: config of the decoder layers, its absent keys filled by their class (`layer_config`).
     """
 
     folder: str
@@ -139,9 +139,12 @@ class Stated:
     layers: ConfigValues
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str) -> Stated:
-        """The statements of a checkpoint; `section` is the key of `nested`.
+    def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str, layer_type: str) -> Stated:
+        """The statements of a checkpoint.
 
+        Args:
+            section: key of `nested`.
+            layer_type: model type of the class that reads the layers of flat configs.
         Raises:
             CheckpointError: tensors of other dimensions, or a key of the config that no head here follows.
         """
@@ -150,7 +153,7 @@ class Stated:
             if len(shape) != wanted:
                 raise CheckpointError(f"{checkpoint.folder}: {name} has shape {shape}, expected {wanted} dimensions.")
         config = ConfigValues(checkpoint.folder, checkpoint.config)
-        nested, layers = config.inner(section), _layer_config(config)
+        nested, layers = config.inner(section), layer_config(config, layer_type)
         refuse_switches(config, layers, nested)
         return cls(checkpoint.folder, tuple(checkpoint.tensors), shapes, config, nested, layers)
 
@@ -207,28 +210,6 @@ class Stated:
         }
 
 
-def _layer_config(config: ConfigValues) -> ConfigValues:
-    """The config of the decoder layers: the top level, or speculators' nested one.
-
-    The nested config may be a diff against the defaults of its class, so this fills those in.
-    """
-    if "transformer_layer_config" not in config:
-        return config
-    nested = config.inner("transformer_layer_config")
-    model_type = nested.text("model_type") or "llama"
-    try:
-        defaults = CONFIG_MAPPING[model_type]().to_dict()
-    except Exception as error:  # not known, or one that has no defaults
-        raise nested.wrong("model_type", "that of a decoder that transformers knows") from error
-    # Sizes must come from the file; a class's default window or layer types say nothing about it.
-    kept = ("hidden_act", "rms_norm_eps", "max_position_embeddings")
-    filled = {key: defaults[key] for key in kept if key in defaults}
-    theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
-    if theta is not None:
-        filled["default_rope_theta"] = theta
-    return ConfigValues(config.where, {**filled, **nested.values}, "transformer_layer_config.")
-
-
 def _attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, int]:
     """`hidden_size`, `num_heads`, `num_kv_heads` and `head_dim` by the tensors of the first layer.
 
@@ -253,44 +234,6 @@ def _attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, in
             "heads must share each head of keys."
         )
     return {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-
-
-def rope_of(layer_config: ConfigValues) -> dict[str, Any]:
-    """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
-    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
-        if "sliding_attention" in layer_config.texts("layer_types") and len({str(v) for v in found.values()}) > 1:
-            raise layer_config.wrong("rope_parameters", "the same RoPE for all layers")
-        found = dict(found["full_attention"])
-    parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
-    rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
-    if rope_type == "mrope":  # three equal position ids for text: plain RoPE
-        found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
-    theta = parameters.number("rope_theta", 0.0) or layer_config.number("rope_theta", 0.0)
-    theta = theta or layer_config.number("default_rope_theta", 0.0)
-    found = {key: value for key, value in found.items() if key != "type"}
-    return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
-
-
-def windows_of(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:
-    """Length of the sliding window of every layer, None for full attention.
-
-    Raises:
-        CheckpointError: a layer of another kind.
-    """
-    types = layer_config.texts("layer_types")[:num_layers]
-    if others := set(types) - {"full_attention", "sliding_attention"}:
-        raise layer_config.wrong(
-            "layer_types", f"full_attention and sliding_attention, not {', '.join(sorted(others))}"
-        )
-    if not layer_config.values.get("sliding_window") or not layer_config.flag("use_sliding_window", True):
-        return (None,) * num_layers
-    if not types and layer_config.flag("use_sliding_window", False):  # as Qwen's configs mean it
-        first = layer_config.size("max_window_layers", 28)
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-    window = layer_config.size("sliding_window", most=1 << 40)
-    windows = [window if kind == "sliding_attention" else None for kind in types]
-    return (*windows, *[None] * (num_layers - len(windows)))
 
 
 def check_stated_size(config: ConfigValues, key: str, found: int) -> None:

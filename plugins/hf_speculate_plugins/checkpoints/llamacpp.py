@@ -231,6 +231,8 @@ def _config(file: GgufFile, name: str) -> dict[str, Any]:
             )
     keys = {**_SIZES, **architecture.keys}
     config = {ours: file.metadata.get(f"{name}.{theirs}") for theirs, ours in keys.items()}
+    if not config[architecture.keys["target_layers"]]:
+        raise CheckpointError(f"{file.path} lacks {name}.target_layers, the target layers that the head reads.")
     heads = config["num_attention_heads"] = reader.size(f"{name}.attention.head_count")
     config["num_key_value_heads"] = reader.size(f"{name}.attention.head_count_kv", heads)
     config["head_dim"] = reader.size(f"{name}.attention.key_length", reader.size(f"{name}.embedding_length") // heads)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
+from hf_speculate.scoring import embedding_layer, output_layer
 
 from .files import read_config, read_index, read_tensor
 
@@ -138,10 +139,10 @@ class LoadedTarget(TargetFiles):
         return [type(self._model).__name__]
 
     def input_embeddings(self) -> nn.Embedding:
-        return self._model.get_input_embeddings()
+        return embedding_layer(self._model)
 
     def output_embeddings(self) -> nn.Linear:
-        return self._model.get_output_embeddings()
+        return output_layer(self._model)
 
     def vocabulary(self, vocab_size: int) -> dict[str, Any]:
         path = self._tokenizer_name

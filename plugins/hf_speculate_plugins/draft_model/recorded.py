@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -210,7 +211,7 @@ class RecordedDrafts:
         self._scorer, self._compiler, self._options = scorer, request.compiler, options
         self._prompt_mask, self._vocab_size = prompt_mask, min(sizes)
         self._groups = scorer.attention.groups if scorer.attention.form == "folded" else 1
-        self._with_prompt: set[int] = set()  # buffers that have the mask of this session's prompt
+        self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this session's prompt
         self._num_read = options.depth + 1  # tokens of a whole accepted path
         self._lease = lease_of(scorer.cache.cache, pool_of(scorer.model))
 
@@ -292,8 +293,8 @@ class RecordedDrafts:
     def _prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
         prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, self._scorer.device)
-        if id(buffers) not in self._with_prompt:
-            self._with_prompt.add(id(buffers))
+        if buffers not in self._with_prompt:
+            self._with_prompt.add(buffers)
             prompt.fill_(True)
             if self._prompt_mask is not None:
                 prompt[:, : self._prompt_mask.shape[1]] = to_device(self._prompt_mask.bool(), self._scorer.device)

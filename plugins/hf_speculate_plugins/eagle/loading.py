@@ -25,9 +25,11 @@ from ..checkpoints import (
     Stated,
     mask_token_of,
     rope_of,
+    speculators_version,
     windows_of,
 )
 from ..heads import HeadFiles
+from .defaults import DEFAULTS, UNSIGNED
 from .head import EagleHead
 from .spec import Dialect, EagleConventions, EagleSpec
 
@@ -59,7 +61,7 @@ _OVERRIDES = ("feature_layers", "norm_before_residual", "norm_logits", "feed_bac
 class EagleReading(HeadFiles[EagleSpec, EagleHead]):
     """The reading half of `EagleFiles`."""
 
-    name, kind, section = "eagle", "EAGLE head", "eagle_config"
+    name, kind, section, layer_type = "eagle", "EAGLE head", "eagle_config", "llama"
     head_class, conventions_class = EagleHead, EagleConventions
     config_says = "num_attention_heads and RoPE"
 
@@ -256,7 +258,7 @@ def _feature_layers(stated: Stated) -> tuple[int, ...] | None:
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _switches(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
+def _switches(stated: Stated, dialect: Dialect, version: int) -> dict[str, Any]:
     """Norms and biases. If the config announces one, its tensor must be there: a missing one was lost."""
     shapes, config, nested = stated.shapes, stated.config, stated.nested
 
@@ -277,20 +279,24 @@ def _switches(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
     norms_embedding = has("input_layernorm.weight") if is_free else True
     switches["norm_embedding"] = nested.flag("use_input_layernorm_in_first_layer", norms_embedding)
     switches["norm_logits"] = nested.flag("use_last_layernorm", "norm.weight" in shapes if is_free else True)
+    filled = config.with_defaults(_defaults(stated, dialect))
+    switches["norm_before_residual"] = filled.flag("norm_before_residual", False)
     if dialect == "speculators":
-        # The library's default is False, its trainer's and vLLM's True: files without the key are vLLM's business.
-        switches["norm_before_residual"] = config.flag("norm_before_residual", True)
-        switches["feed_back_normed"] = config.flag("norm_output", False)
+        switches["feed_back_normed"] = filled.flag("norm_output", False)
     elif dialect == "specforge":
         # Here the flag means "norm before the output matrix"; what is fed back is never normed.
-        switches["norm_logits"] = config.flag("norm_output", True)
+        switches["norm_logits"] = filled.flag("norm_output", False)
     elif _says_norm_output(config, dialect):
         switches["feed_back_normed"] = _has_vllms_meaning(config)
-    if "norm_before_residual" in config:
-        switches["norm_before_residual"] = config.flag("norm_before_residual", False)
     if nested.flag("return_hidden_post_norm", False):
         switches["feed_back_normed"] = True
     return switches
+
+
+def _defaults(stated: Stated, dialect: Dialect) -> Mapping[str, Any]:
+    is_parallel = bool(_mask(stated))
+    is_unsigned = dialect == "speculators" and speculators_version(stated.config) is None
+    return UNSIGNED if is_unsigned and not is_parallel else DEFAULTS[dialect]
 
 
 def _mask(stated: Stated) -> dict[str, Any]:

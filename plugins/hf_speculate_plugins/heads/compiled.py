@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class CompiledForwards:
         self._cache = reading.cache.cache
         layers = self._cache.layers
         layers += [PreallocatedLayer() for _ in range(self._head.spec.num_layers - len(layers))]
-        self._with_prompt: set[int] = set()  # buffers that have the mask of this reading's prompt
+        self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this reading's prompt
         lease_of(self._cache, pool_of(self._head))
 
     @property
@@ -58,8 +59,8 @@ class CompiledForwards:
     def prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
         prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, self._head.device)
-        if id(buffers) not in self._with_prompt:
-            self._with_prompt.add(id(buffers))
+        if buffers not in self._with_prompt:
+            self._with_prompt.add(buffers)
             prompt.fill_(True)
             if (mask := self._reading.prompt_mask) is not None:
                 prompt[:, : mask.shape[1]] = mask
@@ -119,6 +120,8 @@ def form_of(state: DraftState) -> tuple[bool, str]:
 
 def problem_with_head(head: SharingHead[Any]) -> str:
     """The reason why forwards of `head` cannot be captured; "" if they can."""
+    if head.spec.rope.get("rope_type") == "dynamic":
+        return "a head with RoPE that depends on the longest position"
     modules = [module for module in head.shared.values() if module is not None]
     devices = {str(parameter.device) for module in modules for parameter in module.parameters()}
     return "a head on several devices" if devices - {str(head.device)} else ""

@@ -20,7 +20,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.messages import get_logger
-from hf_speculate.scoring import embedding_rows, last_device, output_rows
+from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer, output_rows
 
 from ..checkpoints import (
     Checkpoint,
@@ -71,6 +71,7 @@ class HeadFiles(Generic[Spec, Head]):
         head_class: module that computes the heads.
         conventions_class: options that override how a head is read.
         section: object of the config that the method keeps its own keys in.
+        layer_type: model type whose class reads the decoder layers of flat configs.
         config_says: facts that only the config has, for messages.
         readers: layout by the name of a program that reads it.
         limits: limits of every layout that can be written.
@@ -81,6 +82,7 @@ class HeadFiles(Generic[Spec, Head]):
     head_class: ClassVar[type[Any]]
     conventions_class: ClassVar[type[Any]]
     section: ClassVar[str]
+    layer_type: ClassVar[str]
     config_says: ClassVar[str]
     readers: ClassVar[Mapping[str, str]]
     limits: ClassVar[Mapping[str, tuple[Limit, ...]]]
@@ -143,13 +145,12 @@ class HeadFiles(Generic[Spec, Head]):
             packed: whether matrices that a GGUF file has in blocks may stay so (`keep_packed`): to draft, not to train.
         Raises:
             CheckpointError: unreadable, or not what its layout has.
-            TargetMismatchError: made for a target of another width, vocabulary or depth.
+            TargetMismatchError: a target of another width, vocabulary or depth, or without an output layer.
         """
         opened = cls.open(folder, conventions, target)
         spec, choice = opened.spec, getattr(conventions, "embeddings", None)
-        embed_tokens = shared_embeddings(opened, target.get_input_embeddings(), choice, trained=spec.trains_embeddings)
-        rows = None if spec.own_output else target.dtype
-        lm_head = shared_output(opened, target.get_output_embeddings(), rows)
+        embed_tokens = shared_embeddings(opened, embedding_layer(target), choice, trained=spec.trains_embeddings)
+        lm_head = shared_output(opened, output_layer(target), None if spec.own_output else target.dtype)
         loaded = cls.assemble(opened, embed_tokens, lm_head, last_device(target), target.dtype)
         if packed and opened.checkpoint.packed:
             keep_packed(loaded.head, opened.checkpoint.packed)
@@ -183,7 +184,7 @@ class HeadFiles(Generic[Spec, Head]):
             raise CheckpointError(
                 f"{folder} has no config.json, which says {cls.config_says}: copy it from where the head is from."
             )
-        stated = Stated.of(checkpoint, shapes, cls.section)
+        stated = Stated.of(checkpoint, shapes, cls.section, cls.layer_type)
         try:
             spec = cls.spec_of(stated, conventions)
         except KeyError as error:

@@ -187,7 +187,6 @@ def test_conventions_override_the_file(tmp_path):
     [
         (lambda c: c["dflash_config"].pop("mask_token_id"), "lacks mask_token_id"),
         (lambda c: c["dflash_config"].update(mask_token_id="x"), "expected a token id"),
-        (lambda c: c.pop("block_size"), "lacks dflash_config.block_size"),
         (lambda c: c.update(block_size=1), "at least one slot that proposes"),
         (lambda c: c.update(block_size=10**9), "block_size"),
         (lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 2]), "fc.weight takes 64 inputs, no multiple"),

@@ -36,10 +36,10 @@ BY_TENSORS = {
 }
 # Said of embeddings, not in the spec: `test_checkpoint` has the tests.
 ELSEWHERE = {"embed_requires_grad"}
-# Read where something else is so: windows, layers without norms of queries, a Markov head.
+# Read where something else is so: windows, layers without norms of queries, a Markov head, no other flag of causality.
 CONDITIONAL = {
     *("use_sliding_window", "sliding_window", "layer_types", "max_window_layers", "sliding_window_non_causal"),
-    *("confidence_head_with_markov", "num_attention_heads"),
+    *("confidence_head_with_markov", "num_attention_heads", "is_causal"),
 }
 # Medusa heads without output matrices say them by their target alone.
 SIZES_OF_THE_TARGET = {"vocab_size", "hidden_size"}

@@ -310,6 +310,14 @@ def changed(path: str, destination: Path, metadata=(), tensors=()) -> str:
     return str(destination)
 
 
+def test_absent_metadata_have_llama_cpps_meaning(tmp_path):
+    folder = write_head(tmp_path / "head", "safeailab")  # a RoPE base of 10000
+    path = written(EagleFiles, folder, tmp_path / "out", model=target())
+    keys = ("norm_before_residual", "norm_before_fc", "target_hidden_size", "rope.freq_base", "attention.key_length")
+    spec = EagleFiles.open(changed(path, tmp_path / "less.gguf", {f"eagle3.{key}": None for key in keys})).spec
+    assert spec == EagleFiles.open(path).spec
+
+
 @pytest.mark.parametrize(
     ("metadata", "tensors", "message"),
     [
@@ -321,6 +329,7 @@ def changed(path: str, destination: Path, metadata=(), tensors=()) -> str:
         ({"eagle3.attention.layer_norm_rms_epsilon": None}, {}, "rms_epsilon"),
         ({"eagle3.attention.head_count_kv": 3}, {}, "3"),
         ({"eagle3.target_layers": [1, 4]}, {}, "target_hidden_size in the metadata is 32"),
+        ({"eagle3.target_layers": None}, {}, r"lacks eagle3\.target_layers"),
         ({}, {"d2t": torch.zeros(48, dtype=torch.long)}, "48 draft ids to 1"),
         ({}, {"rope_freqs.weight": torch.tensor([1.0, 2.0, 7.0, 3.0])}, "not those of Llama 3"),
         ({"tokenizer.ggml.tokens": ["a", "b"]}, {}, "a target of vocabulary 2"),

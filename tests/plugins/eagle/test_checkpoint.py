@@ -91,7 +91,7 @@ class TestLayouts:
         folder = head("speculators", change=lambda config, _: config.pop("norm_before_residual"))
         EagleDrafter.from_folder(folder, target(), norm_before_residual=False)
         assert len(logged()) == 1
-        assert EagleDrafter.from_folder(folder, target()).spec.norm_before_residual
+        assert not EagleDrafter.from_folder(folder, target()).spec.norm_before_residual
         assert "give norm_before_residual yourself" in logged()[1]
 
     @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)

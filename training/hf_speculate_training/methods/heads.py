@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.models import unwrap
-from hf_speculate.scoring import output_rows
+from hf_speculate.scoring import output_layer, output_rows
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
 
@@ -142,7 +142,7 @@ def layer_sizes(config: Any, num_layers: int, intermediate_size: int | None = No
 def target_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
     """Rows of the target's output matrix, whatever format it has; all of them for None."""
     size = target.config.get_text_config(decoder=True).hidden_size
-    return output_rows(target.get_output_embeddings(), size, target.dtype, ids)
+    return output_rows(output_layer(target), size, target.dtype, ids)
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ class HeadMethod(TrainingMethod, Generic[Head, MethodOptions]):
         self.options: MethodOptions = self.options_class() if options is None else options
         self.target_ids = target_ids
         vocab_size = target.config.get_text_config(decoder=True).vocab_size
-        self.teacher = Teacher(target.get_output_embeddings(), target_ids, vocab_size)
+        self.teacher = Teacher(output_layer(target), target_ids, vocab_size)
 
     @staticmethod
     @abstractmethod

@@ -28,7 +28,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import ADAPTER_FOLDER, local_folder
 from hf_speculate.models import unwrap
-from hf_speculate.scoring import is_dense, last_device
+from hf_speculate.scoring import is_dense, last_device, output_layer
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from ..data import NO_DOCUMENT, Batch
@@ -150,7 +150,7 @@ class _Medusa(TrainingMethod, Generic[MethodOptions]):
         config = model.config.get_text_config(decoder=True)
         self.heads = heads
         self.options: MethodOptions = self.options_class() if options is None else options
-        self.teacher = Teacher(model.get_output_embeddings(), heads.token_ids, config.vocab_size)
+        self.teacher = Teacher(output_layer(model), heads.token_ids, config.vocab_size)
         self.feature_layers = (config.num_hidden_layers,)
 
     @classmethod

@@ -50,7 +50,7 @@ def _target(target: nn.Module) -> dict[str, Any]:
         "attention": config._attn_implementation,
         "quantization": _quantization(model),
         "adapters": _adapters(target),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": model.num_parameters(),
         "fingerprint": target_fingerprint(target),
     }
 

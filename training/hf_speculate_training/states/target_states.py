@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_speculate.drafting import FeatureTaps
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import tree_backends
+from hf_speculate.scoring import output_layer, tree_backends
 
 from ..data import Batch
 
@@ -111,11 +111,8 @@ class TargetReader:
 
     def _check_output_matrix(self) -> None:
         ids, positions = self._probe(6)
-        output_matrix: Any = self.target.get_output_embeddings()
-        if output_matrix is None:
-            raise TargetMismatchError(f"{type(self.target).__name__} has no output embeddings to compute logits with.")
         expected = self.target(input_ids=ids, position_ids=positions, use_cache=False).logits
-        found = output_matrix(self._run(ids, positions).last_hidden)
+        found = output_layer(self.target)(self._run(ids, positions).last_hidden)
         if not self._equal(found, expected):
             raise TargetMismatchError(
                 f"the logits of {type(self.target).__name__} are not its output matrix times its last hidden state (a "

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.hub import local_folder
-from hf_speculate.scoring import embedding_rows, last_device
+from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError
@@ -118,9 +118,9 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
         draft_vocab_size=config.vocab_size if target_ids is None else len(target_ids),
     )
     check_fits(spec, target)
-    shared = target.get_output_embeddings() if target_ids is None else None
+    shared = output_layer(target) if target_ids is None else None
     with torch.device("cpu"):
-        head = BlockHead(spec, target.get_input_embeddings(), shared)
+        head = BlockHead(spec, embedding_layer(target), shared)
     initialise(head, config.initializer_range)
     if spec.markov is not None:
         _begin_markov(head, target)
@@ -151,7 +151,7 @@ def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Bloc
 @torch.no_grad()
 def _begin_markov(head: BlockHead, target: PreTrainedModel) -> None:
     codes, output = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
-    copy_rows(codes, embedding_rows(target.get_input_embeddings(), len(codes)))
+    copy_rows(codes, embedding_rows(embedding_layer(target), len(codes)))
     codes.mul_(_CODE_STD / codes.std())
     output.zero_()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.hub import local_folder
-from hf_speculate.scoring import embedding_rows, last_device
+from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer
 from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
@@ -91,8 +91,8 @@ def new_eagle3(
     sizes = layer_sizes(config, shape.num_layers, shape.intermediate_size)
     spec = EagleSpec(**{**sizes, **features, **fixed, **switches})
     check_fits(spec, target)
-    embeddings: Any = target.get_input_embeddings()
-    output: Any = None if shape.own_output else target.get_output_embeddings()
+    embeddings = embedding_layer(target)
+    output = None if shape.own_output else output_layer(target)
     if output is not None and target_ids is not None:
         output = vocabulary_output(output, config.hidden_size, target_ids, target.dtype)
     with torch.device("cpu"):
@@ -119,7 +119,7 @@ def new_eagle1(target: PreTrainedModel, shape: EagleShape | None = None, **switc
     spec = EagleSpec(**{**sizes, **fixed, "norm_logits": False, "fc_bias": True, **switches})
     check_fits(spec, target)
     with torch.device("cpu"):
-        head = EagleHead(spec, target.get_input_embeddings(), target.get_output_embeddings())
+        head = EagleHead(spec, embedding_layer(target), output_layer(target))
     initialise(head, config.initializer_range)
     return head.to(last_device(target))
 
