@@ -128,7 +128,7 @@ class TestDecodingComputesTheSame:
             features = target(tokens[:, : t + 1], output_hidden_states=True).hidden_states
             layer = drafter.feature_layers[0]
             session.observe(tokens[:, 1 : t + 2], {layer: features[layer]}, torch.tensor([t + 1]))
-            logits = session._forward(session._features, HEADS)
+            logits = session._steps._forward(session._seen.newest(), HEADS)
             worst = float((logits - trained[:, :, t]).abs().max() / trained.abs().max())
             assert worst <= tolerance, t
 
