@@ -142,6 +142,7 @@ class StaticForward(Forward):
         self._vocab_size = num_embeddings(scorer.model)
         self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this request's prompt
         self._problem_with_layers: str | None = None  # found out once the prompt has run
+        self._form: tuple[MaskForm, int, torch.dtype] | None = None
         self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
         lease_of(scorer.cache.cache, self._pool)
 
@@ -207,11 +208,13 @@ class StaticForward(Forward):
             lease_of(cache, self._pool).end(cache)
 
     def _attention(self, scorer: Scorer) -> tuple[MaskForm, int, torch.dtype]:
-        """Form of masks, query heads for each KV head, dtype of masks."""
-        form, dtype = scorer.attention.form, scorer.attention_dtype
-        if self._compiler.backend is None and self._prompt_starts(scorer) is not None:
-            form = scorer.attention.static_form(dtype)
-        return form, scorer.attention.groups, dtype
+        """Form of masks, query heads for each KV head, dtype of masks. Found out once a request."""
+        if self._form is None:
+            form, dtype = scorer.attention.form, scorer.attention_dtype
+            if self._compiler.backend is None and self._prompt_starts(scorer) is not None:
+                form = scorer.attention.static_form(dtype)
+            self._form = form, scorer.attention.groups, dtype
+        return self._form
 
     def _prompt_starts(self, scorer: Scorer) -> list[int] | None:
         """Index of the first real entry of each row, found out once a request. None if the prompt has holes after
