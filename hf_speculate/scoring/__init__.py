@@ -61,6 +61,7 @@ from .static import problem_with_recording as problem_with_recording
 from .static import problem_with_static as problem_with_static
 from .static import width_for as width_for
 from .static_forward import Along as Along
+from .static_forward import text_entries as text_entries
 from .support import Shape as Shape
 from .support import has_foreign_attention as has_foreign_attention
 from .support import has_native_layers as has_native_layers

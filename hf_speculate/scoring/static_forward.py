@@ -111,6 +111,16 @@ class Along:
             stack[:, rows, :, destinations] = stack[:, rows, :, sources]
 
 
+def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Bool[Tensor, "B M"]:
+    """Whether entries of whole buffers are in each row's text.
+
+    Args:
+        prompt: False for padding and holes of the prompt, True elsewhere.
+        lengths: where the text of each row ends.
+    """
+    return (torch.arange(prompt.shape[1], device=prompt.device) < lengths[:, None]) & prompt
+
+
 @dataclass(frozen=True)
 class StaticNodes:
     """The nodes of a tree as tensors of static shape, read from a plan [B, NODES + 2 W].
@@ -153,8 +163,7 @@ class StaticNodes:
         Args:
             prompt: False for left padding and holes of the prompt.
         """
-        entries = torch.arange(prompt.shape[1], device=prompt.device)
-        prefix = (entries < self.lengths[:, None]) & prompt
+        prefix = text_entries(prompt, self.lengths)
         seen = prefix[:, None].expand(-1, self.tokens.shape[1], -1)
         return additive(seen.index_copy(2, self.slots, self.tree.ancestors)[:, None], dtype)
 

@@ -22,7 +22,7 @@ whole run ends 30 seconds after its minutes at the latest.
 
 On a lent machine
 -----------------
-A lent machine (/work/.library/device/README.md) has torch 2.11 but an older transformers, and no network. At most
+A lent machine has torch 2.11 but an older transformers, and no network. At most
 64 MiB travel, and the files of this repository are more than that. So link the largest weights, which the report does
 not read: a link travels without its file. In the root of the checkout:
 

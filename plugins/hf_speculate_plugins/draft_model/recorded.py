@@ -32,6 +32,7 @@ from hf_speculate.scoring import (
     problem_with_recording,
     problem_with_static,
     takes_position_ids,
+    text_entries,
     tree_backends,
 )
 from hf_speculate.transfers import copy_to_device, to_device
@@ -148,8 +149,7 @@ class _Levels:
             slots: index of each token's entry.
             seen_slots: indices of the entries that `seen` is about.
         """
-        prompt = self.inputs["prompt"]
-        prefix = (torch.arange(prompt.shape[1], device=prompt.device) < self.lengths[:, None]) & prompt
+        prefix = text_entries(self.inputs["prompt"], self.lengths)
         visible = prefix[:, None].expand(-1, tokens.shape[1], -1).index_copy(2, seen_slots, seen)
         mask = additive(visible[:, None], self.stacks[0].dtype)
         output = self.model(

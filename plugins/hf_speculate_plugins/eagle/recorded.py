@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.scoring import Along
+from hf_speculate.scoring import Along, text_entries
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan, additive
 
@@ -110,7 +110,7 @@ def _read_entries(head: EagleHead, stacks: Stacks, inputs: dict[str, Any]) -> Fl
     steps = torch.arange(tokens.shape[1], device=plan.device)
     slots = lengths.max() + steps
     causal = (steps[:, None] >= steps).expand(len(plan), -1, -1)
-    prefix = _prefix(inputs["prompt"], lengths)[:, None].expand(-1, len(steps), -1)
+    prefix = text_entries(inputs["prompt"], lengths)[:, None].expand(-1, len(steps), -1)
     mask = additive(prefix.index_copy(2, slots, causal)[:, None], head.dtype)
     attend = CachedAttention(static_cache(stacks, slots), [mask] * len(stacks[0]))
     hidden = head(tokens, head.fuse(inputs["features"]), plan[:, _POSITION, None] + steps, attend)
@@ -118,11 +118,6 @@ def _read_entries(head: EagleHead, stacks: Stacks, inputs: dict[str, Any]) -> Fl
         along = Along(steps.expand_as(tokens), plan[:, _COUNT])
         along.move(stacks, slots[0], lengths)
     return hidden
-
-
-def _prefix(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Bool[Tensor, "B M"]:
-    """Whether entries of the text are real."""
-    return (torch.arange(prompt.shape[1], device=prompt.device) < lengths[:, None]) & prompt
 
 
 class _Levels:
@@ -145,7 +140,7 @@ class _Levels:
         depth: int,
     ):
         self._head, self._stacks, self._warpers, self._positions = head, stacks, warpers, positions
-        prefix = _prefix(inputs["prompt"], lengths)
+        prefix = text_entries(inputs["prompt"], lengths)
         self._first, self._mask = lengths.max(), additive(prefix[:, None, None], head.dtype)
         self._slots: Tensor | None = None
         self._log_noise = None
