@@ -116,7 +116,7 @@ def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Boo
 
     Args:
         prompt: False for padding and holes of the prompt, True elsewhere.
-        lengths: where the text of each row ends.
+        lengths: number of entries of each row's text.
     """
     return (torch.arange(prompt.shape[1], device=prompt.device) < lengths[:, None]) & prompt
 
