@@ -5,6 +5,7 @@ tensors to one request after another. `recording` makes CUDA graphs of functions
 """
 
 from .buffers import Buffers as Buffers
+from .buffers import PromptMasks as PromptMasks
 from .buffers import SetKey as SetKey
 from .buffers import Stacks as Stacks
 from .buffers import StaticLayer as StaticLayer

@@ -12,13 +12,14 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache import PreallocatedLayer
+from ..transfers import to_device
 
 
 def padded(inputs: Tensor, width: int) -> Tensor:
@@ -131,6 +132,31 @@ class Buffers:
         with torch.inference_mode(False):
             for tensor in self:
                 tensor.zero_()
+
+
+class PromptMasks:
+    """The mask of one prompt in the sets of buffers that its request uses, written once into each."""
+
+    def __init__(self) -> None:
+        self._written: WeakSet[Buffers] = WeakSet()
+
+    def __contains__(self, buffers: Buffers) -> bool:
+        return buffers in self._written
+
+    def place(self, buffers: Buffers, shape: SetKey, device: torch.device, mask: Tensor | None) -> Tensor:
+        """Whether entries are real [B, M], apart from where rows end.
+
+        Args:
+            shape: (B, M).
+            mask: bool [B, P], False for padding and holes of the prompt; None if it has none.
+        """
+        prompt = buffers.tensor("prompt", shape, torch.bool, device)
+        if buffers not in self:
+            self._written.add(buffers)
+            prompt.fill_(True)
+            if mask is not None:
+                prompt[:, : mask.shape[1]] = to_device(mask, device)
+        return prompt
 
 
 class Pool:

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache import PreallocatedLayer, as_cache
-from ..compilation import Buffers, Compiler, capacity_for, is_recordable, lease_of, pool_of
+from ..compilation import Buffers, Compiler, PromptMasks, capacity_for, is_recordable, lease_of, pool_of
 from ..models import num_embeddings
 from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
@@ -140,7 +139,7 @@ class StaticForward(Forward):
         self._compiler, self._use = compiler, use
         self._pool = pool_of(scorer.model)
         self._vocab_size = num_embeddings(scorer.model)
-        self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this request's prompt
+        self._prompts = PromptMasks()
         self._problem_with_layers: str | None = None  # found out once the prompt has run
         self._form: tuple[MaskForm, int, torch.dtype] | None = None
         self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
@@ -251,8 +250,7 @@ class StaticForward(Forward):
         buffers = lease.buffers(tree.batch_size, capacity)
         inputs = {
             "plan": _plan(buffers, scorer, nodes, width),
-            "prompt": self._prompt(buffers, scorer, tree.batch_size, capacity),
-            "starts": buffers.tensor("starts", (tree.batch_size,), torch.long, device),
+            **self._prompt_inputs(buffers, scorer, tree.batch_size, capacity),
         }
         if self._choice(tree) is not None:
             inputs["values"] = values = buffers.tensor(
@@ -267,17 +265,13 @@ class StaticForward(Forward):
             )
         return stacks, inputs
 
-    def _prompt(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> Tensor:
-        """Whether entries are real [B, M], apart from where rows end."""
-        prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, scorer.device)
-        if buffers not in self._with_prompt:
-            self._with_prompt.add(buffers)
-            prompt.fill_(True)
-            starts = buffers.tensor("starts", (batch_size,), torch.long, scorer.device)
+    def _prompt_inputs(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> dict[str, Tensor]:
+        """Inputs that stay for a whole request: whether entries are real [B, M], and where rows start [B]."""
+        starts = buffers.tensor("starts", (batch_size,), torch.long, scorer.device)
+        if buffers not in self._prompts:
             copy_to_device(self._prompt_starts(scorer) or [0] * batch_size, starts)
-            if (mask := scorer.prompt_mask) is not None:
-                prompt[:, : mask.shape[1]] = to_device(mask, scorer.device)
-        return prompt
+        prompt = self._prompts.place(buffers, (batch_size, capacity), scorer.device, scorer.prompt_mask)
+        return {"prompt": prompt, "starts": starts}
 
 
 def _plan(buffers: Buffers, scorer: Scorer, nodes: Nodes, width: int) -> Tensor:

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers
-from hf_speculate.scoring import Along
+from hf_speculate.scoring import Along, text_entries
 from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 
@@ -145,8 +145,8 @@ def _run_block(
     """
     steps, entries = (torch.arange(n, device=prompt.device) for n in (head.spec.block_size, prompt.shape[1]))
     slots, places = positions[:, None] + steps, lengths.max() + steps
-    visible = (entries < lengths[:, None]) & prompt
-    masks = block_masks(head.spec, slots, entries + (positions - lengths)[:, None], visible, head.dtype, places)
+    seen_positions = entries + (positions - lengths)[:, None]
+    masks = block_masks(head.spec, slots, seen_positions, text_entries(prompt, lengths), head.dtype, places)
     return head(head.block_ids(anchors), slots, CachedAttention(static_cache(stacks, places), masks))
 
 

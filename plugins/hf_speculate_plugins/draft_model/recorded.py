@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hf_speculate.cache import PreallocatedLayer, as_cache
-from hf_speculate.compilation import Buffers, Stacks, capacity_for, lease_of, pool_of, static_cache
+from hf_speculate.compilation import PromptMasks, Stacks, capacity_for, lease_of, pool_of, static_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_children
 from hf_speculate.scoring import (
     Along,
@@ -35,7 +34,7 @@ from hf_speculate.scoring import (
     text_entries,
     tree_backends,
 )
-from hf_speculate.transfers import copy_to_device, to_device
+from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree, additive
 
 from ..heads import form_of
@@ -209,9 +208,10 @@ class RecordedDrafts:
         assert request.compiler is not None
         sizes = (each.config.get_text_config(decoder=True).vocab_size for each in (scorer.model, request.target))
         self._scorer, self._compiler, self._options = scorer, request.compiler, options
-        self._prompt_mask, self._vocab_size = prompt_mask, min(sizes)
+        self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
+        self._vocab_size = min(sizes)
         self._groups = scorer.attention.groups if scorer.attention.form == "folded" else 1
-        self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this session's prompt
+        self._prompts = PromptMasks()
         self._num_read = options.depth + 1  # tokens of a whole accepted path
         self._lease = lease_of(scorer.cache.cache, pool_of(scorer.model))
 
@@ -283,19 +283,10 @@ class RecordedDrafts:
         plan = buffers.tensor(
             ("draft plan", self._num_read), (batch_size, _TOKENS + self._num_read), torch.long, device
         )
-        inputs = {"plan": copy_to_device(rows, plan), "prompt": self._prompt(buffers, batch_size, capacity)}
+        prompt = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)
+        inputs = {"plan": copy_to_device(rows, plan), "prompt": prompt}
         if state.samples:
             shape_of_noise = shape[0], batch_size, state.num_columns
             inputs["noise"] = buffers.tensor(("draft noise", shape[0]), shape_of_noise, torch.float32, device)
             state.fill_noise(inputs["noise"])
         return self._scorer.model, stacks, inputs, tuple(state.warpers), self._vocab_size, self._groups, *shape
-
-    def _prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
-        """Whether entries are real [B, M], apart from where rows end."""
-        prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, self._scorer.device)
-        if buffers not in self._with_prompt:
-            self._with_prompt.add(buffers)
-            prompt.fill_(True)
-            if self._prompt_mask is not None:
-                prompt[:, : self._prompt_mask.shape[1]] = to_device(self._prompt_mask.bool(), self._scorer.device)
-        return prompt

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from hf_speculate.cache import PreallocatedLayer
-from hf_speculate.compilation import Buffers, Compiler, Stacks, capacity_for, lease_of, padded, padded_mask, pool_of
+from hf_speculate.compilation import (
+    Buffers,
+    Compiler,
+    PromptMasks,
+    Stacks,
+    capacity_for,
+    lease_of,
+    padded,
+    padded_mask,
+    pool_of,
+)
 from hf_speculate.drafting import DraftState
 from hf_speculate.scoring import NODE_BUCKETS, tree_backends, width_for
 from hf_speculate.transfers import to_device
@@ -43,7 +52,7 @@ class CompiledForwards:
         self._cache = reading.cache.cache
         layers = self._cache.layers
         layers += [PreallocatedLayer() for _ in range(self._head.spec.num_layers - len(layers))]
-        self._with_prompt: WeakSet[Buffers] = WeakSet()  # buffers that have the mask of this reading's prompt
+        self._prompts = PromptMasks()
         lease_of(self._cache, pool_of(self._head))
 
     @property
@@ -58,13 +67,7 @@ class CompiledForwards:
 
     def prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
-        prompt = buffers.tensor("prompt", (batch_size, capacity), torch.bool, self._head.device)
-        if buffers not in self._with_prompt:
-            self._with_prompt.add(buffers)
-            prompt.fill_(True)
-            if (mask := self._reading.prompt_mask) is not None:
-                prompt[:, : mask.shape[1]] = mask
-        return prompt
+        return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._reading.prompt_mask)
 
     def append(
         self,
