@@ -71,7 +71,7 @@ $(PEERS)/.installed:
 ECOSYSTEM := .venv-ecosystem
 
 ecosystem: $(ECOSYSTEM)/.installed
-	HF_HUB_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest -q tests/optional/ecosystem
+	HF_HUB_OFFLINE=1 $(ECOSYSTEM)/bin/python -m pytest -q -m "not gpu and not slow" tests/optional/ecosystem
 
 $(ECOSYSTEM)/.installed: pyproject.toml
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)

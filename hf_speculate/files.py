@@ -37,6 +37,14 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 Writer = Callable[[str], Any]
 
 
+def user_path(path: str | os.PathLike[str]) -> str:
+    """A path that a person gave, with the home folder for "~".
+
+    Shells expand "~" only at the beginning of a word: `--out=~/x` and `draft_model:model=~/x` reach us as they are.
+    """
+    return os.path.expanduser(os.fspath(path))
+
+
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a file for reading.
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from .drafting import Drafter
 from .errors import DrafterNotFoundError, SpeculateError
+from .files import user_path
 
 
 GROUP = "hf_speculate.drafters"
@@ -108,9 +109,12 @@ def _origin(point: EntryPoint) -> str:
 class SpeculatorSpec:
     """`NAME_OR_PATH[:option=value,...]`, e.g. `draft_model:model=PATH,depth=4,top_k=2`.
 
+    Several are joined by "+", e.g. `draft_model:model=PATH+suffix:compile=true`. Options after the last one are those
+    of the whole. Options before a "+" are those of the one part.
+
     Attributes:
         text: the whole line.
-        source: name, folder or Hub id; several are joined by "+".
+        source: name, folder or Hub id; or several, joined by "+", each but the last perhaps with options.
         options: options by name; numbers and booleans are parsed, other values are text.
     """
 
@@ -121,9 +125,10 @@ class SpeculatorSpec:
     @classmethod
     def parse(cls, text: str) -> SpeculatorSpec:
         """Reads a line; raises `SpeculateError` if it cannot be read. An existing path is a path, whatever its name."""
-        if os.path.exists(text):
-            return cls(text, text, {})
-        source, separator, rest = text.partition(":")
+        *before, last = joined_sources(text)
+        if not before and os.path.exists(last):
+            return cls(text, last, {})
+        source, separator, rest = last.partition(":")
         if separator and "=" not in rest:
             raise SpeculateError(
                 f"cannot read speculator {text!r}: options are NAME:key=value,key=value, "
@@ -135,7 +140,7 @@ class SpeculatorSpec:
             if not equals or not key:
                 raise SpeculateError(f"cannot read option {pair!r} of speculator {text!r}: it must be key=value.")
             options[key.strip()] = _value(value.strip())
-        return cls(text, source, options)
+        return cls(text, "+".join([*before, source]), options)
 
     def with_option(self, name: str, value: Any) -> SpeculatorSpec:
         """The same with one option added, or with another value of it."""
@@ -145,7 +150,8 @@ class SpeculatorSpec:
 
     def check_source(self) -> None:
         """Raises `DrafterNotFoundError` for a source that is neither installed, nor on the disk, nor a Hub id."""
-        for source in joined_sources(self.source):
+        for part in joined_sources(self.source):
+            source = SpeculatorSpec.parse(part).source
             if source not in installed_drafters() and not os.path.exists(source) and "/" not in source:
                 raise DrafterNotFoundError(unknown_drafter_message(source))
 
@@ -153,13 +159,34 @@ class SpeculatorSpec:
     def label(self) -> str:
         """The text with paths cut to their last part."""
         options = ",".join(f"{k}={Path(v).name if isinstance(v, str) else v}" for k, v in self.options.items())
-        source = self.source if self.source in installed_drafters() else Path(self.source).name
+        parts = joined_sources(self.source)
+        names = [Path(part).name if len(parts) == 1 else SpeculatorSpec.parse(part).label for part in parts]
+        source = "+".join(names)
         return f"{source}:{options}" if options else source
 
 
 def joined_sources(source: str) -> list[str]:
-    """The drafters and heads that "a+b" or "a + b" joins; a folder of that name is one. Hub ids have no "+"."""
-    return [source] if os.path.exists(source) else [part.strip() for part in source.split("+")]
+    """The drafters and heads that "a+b" or "a + b" joins, with their options; a folder of that name is one.
+
+    Hub ids have no "+". In the value of an option, "+" is a character unless a drafter's name or a folder follows.
+    """
+    if os.path.exists(path := user_path(source)):
+        return [path]
+    parts: list[str] = []
+    for piece in source.split("+"):
+        if parts and ":" in parts[-1] and not _begins_source(parts[-1], piece):
+            parts[-1] += f"+{piece}"
+        else:
+            parts.append(piece)
+    return [user_path(part.strip()) for part in parts]
+
+
+def _begins_source(before: str, piece: str) -> bool:
+    """Whether the text after a "+" names a drafter or folder, and is no part of a folder's name itself."""
+    name = piece.partition(":")[0].strip()
+    value = f"{before}+{piece}".rpartition("=")[2]
+    is_source = name in installed_drafters() or os.path.exists(user_path(name))
+    return is_source and not os.path.exists(user_path(value))
 
 
 def _value(text: str) -> Any:

@@ -44,7 +44,7 @@ def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
     assert message.startswith(
         f"unknown option {option!r} of the drafter {drafter!r}. Did you mean {nearest!r}? Possible: "
     )
-    assert message.endswith(ENGINE)
+    assert ENGINE in message  # unions add how to give options to a part
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_speculate.errors import DrafterNotFoundError, SpeculateError
-from hf_speculate.registry import GROUP, installed_drafters, load_drafter
+from hf_speculate.registry import GROUP, SpeculatorSpec, installed_drafters, load_drafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from .support.entry_points import replaced_entry_points
@@ -85,3 +85,15 @@ def test_a_kind_of_head_is_no_drafter_and_where_heads_are_is_said(monkeypatch, t
     monkeypatch.chdir("/")
     with pytest.raises(DrafterNotFoundError, match=r"A trained head is given by its folder or Hub id\.$"):
         load_drafter("eagle3")
+
+
+def test_parts_of_a_speculator_are_named_with_their_options():
+    spec = SpeculatorSpec.parse("draft_model:model=/models/c++/small,depth=4+suffix:compile=true")
+    assert (spec.source, spec.options) == ("draft_model:model=/models/c++/small,depth=4+suffix", {"compile": True})
+    assert spec.label == "draft_model:model=small,depth=4+suffix:compile=True"
+    spec.check_source()
+    again = SpeculatorSpec.parse(spec.with_option("exact", True).text)
+    assert (again.source, again.options) == (spec.source, {"compile": True, "exact": True})
+    assert SpeculatorSpec.parse("suffix+models/head:corpus=a+b").label == "suffix+head:corpus=a+b"
+    with pytest.raises(DrafterNotFoundError, match="draft_modl"):
+        SpeculatorSpec.parse("draft_modl:model=x+suffix").check_source()

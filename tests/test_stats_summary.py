@@ -78,8 +78,8 @@ def test_shares_by_depth_never_rise():
     ("stats", "said"),
     [
         (SpeculationStats(), "nothing was generated yet."),
-        (counted(1, 4, 0.03, 0.01), "2.00 tokens a round where 3.00 would make up for their cost"),
-        (counted(0, 4, 0.01, 0.01), "1.00 tokens a round"),
+        (counted(1, 4, 0.03, 0.01), "2.00 tokens per drafted round where 3.00 would make up for their cost"),
+        (counted(0, 4, 0.01, 0.01), "1.00 tokens per drafted round"),
         (counted(2, 4, 0.02, 0.01), "this head fits the target."),
         (counted(0, 0, 0.01, 0.01), "no round had a draft."),
         (counted(2, 4, 0.02, 0.01, rounds=4), "too early to say: 4 rounds had a draft."),
@@ -122,7 +122,7 @@ def test_a_gain_is_a_gain_and_close_to_even_is_neither():
     stats.round_seconds_with_draft = [0.04] * 60
     assert stats.estimated_speedup > 1.4
     assert stats.verdict == "this head fits the target."
-    assert "near break-even: 1.02x with 3.00 tokens a round." in counted(2, 4, 0.0295, 0.01).verdict
+    assert "near break-even: 1.02x with 3.00 tokens per drafted round." in counted(2, 4, 0.0295, 0.01).verdict
 
 
 def test_nothing_is_warned_of_before_enough_was_seen():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate.errors import DrafterError
-from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, RoundClock, TreePlan, TreeRow, Unread
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, RoundClock, TreeMask, TreePlan, TreeRow, Unread
 from hf_speculate.tree import round as round_module
 
 
@@ -248,6 +249,23 @@ def test_plans_that_are_kept_are_nobodys_mode():
     assert not plan.ancestors.is_inference()
     assert not plan.depths.is_inference()
     assert not bias.is_inference()
+
+
+@pytest.mark.parametrize("kind", ["plans", "runs"])
+def test_what_is_kept_by_structure_stops_growing(kind):
+    """A long session drafts ever new trees."""
+
+    def keep(numbers: range) -> int:
+        for number in numbers:
+            parents = [-1, 0, *(node - 1 if number >> (node - 2) & 1 else 0 for node in range(2, 12))]
+            if kind == "plans":
+                TreePlan.from_parents([parents]).bias(torch.float32, torch.device("cpu"))
+            else:
+                TreeMask([parents], 5, make=lambda: None).runs()
+        gc.collect()
+        return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
+
+    assert keep(range(300)) == keep(range(300, 800))
 
 
 class TestRows:

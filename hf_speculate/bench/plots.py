@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpeculateError
+from ..files import user_path
 
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def draw_generate(result: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _write(folder: Path, title: str, figures: dict[str, Figure]) -> list[Path]:
+    folder = Path(user_path(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, figure in figures.items():
@@ -96,7 +98,7 @@ def _acceptance(rows: Sequence[dict[str, Any]]) -> Figure:
     for row in shown:
         stats = row["speculation"]
         rates = {int(depth): rate for depth, rate in stats["acceptance_rate_by_depth"].items()}
-        label = f"{row['method']} ({stats['mean_acceptance_length'] or 1:.2f} tokens a round)"
+        label = f"{row['method']} ({stats['mean_acceptance_length'] or 1:.2f} tokens per drafted round)"
         axes[row["temperature"]].plot(list(rates), list(rates.values()), "o-", ms=4, label=label)
     for axis in axes.values():
         axis.set(xlabel="depth", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1.02))

@@ -6,11 +6,17 @@ decoding work on them unchanged.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 MIN_CAPACITY = 128
@@ -22,7 +28,8 @@ class PreallocatedLayer(DynamicLayer):
 
     `keys` and `values` are views `[B, heads, length, head_dim]` of the buffers. Assigning to them (beams, batch
     selection, reset) makes the assigned tensor the new buffer. A caller may set `allocate` to make the buffers itself.
-    It gets the buffer's name, a tensor of its dtype and device, and the number of entries.
+    It gets the buffer's name, a tensor of its dtype and device, and the number of entries. Copies and pickles hold the
+    entries without the spare room.
 
     Attributes:
         reserved: number of entries that new buffers have room for, at least.
@@ -66,6 +73,18 @@ class PreallocatedLayer(DynamicLayer):
     @values.setter
     def values(self, states: Tensor | None) -> None:
         self._adopt("values", states)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a view would be written with its whole buffer
+        entries = {name: self._kept(name).clone() for name in self._buffers}
+        return vars(self) | {"_buffers": entries, "_is_owned": True, "allocate": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return copy.copy(self)  # the state is a copy already: another would need twice the memory
+
+    def _kept(self, name: str) -> Tensor:
+        """The part of a buffer that the next, larger one would take over."""
+        return self._buffers[name][:, :, : self.length]
 
     def _view(self, name: str) -> Tensor | None:
         buffer = self._buffers.get(name)

@@ -77,6 +77,19 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         """Index of the oldest entry that the next token sees after a text of `length` entries."""
         return max(length - self.sliding_window + 1, 0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        kept_from = self._kept_from
+        return super().__getstate__() | {"_origins": dict.fromkeys(self._origins, kept_from), "first": kept_from}
+
+    @property
+    def _kept_from(self) -> int:
+        """Index of the first entry that the next buffer takes over."""
+        return self.first if self.record_past else max(self.visible_from - _SPARE, self.first)
+
+    def _kept(self, name: str) -> Tensor:
+        origin = self._origins[name]
+        return self._buffers[name][:, :, self._kept_from - origin : self.length - origin]
+
     def _view(self, name: str) -> Tensor | None:
         buffer, origin = self._buffers.get(name), self._origins[name]
         return None if buffer is None else buffer[:, :, self.visible_from - origin : self.length - origin]
@@ -125,14 +138,13 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         room = capacity - self.origin
         if self._is_owned and self._buffers["keys"].shape[-2] >= room and self._is_writable():
             return
-        kept_from = self.first if self.record_past else max(self.visible_from - _SPARE, self.first)
+        kept_from = self._kept_from
         num_kept = self.length - kept_from
         size = max(capacity - kept_from, int(GROWTH * num_kept), MIN_CAPACITY)
         for name, like in (("keys", key_like), ("values", value_like)):
             grown = like.new_empty(like.shape[0], like.shape[1], size, like.shape[3])
             if num_kept:
-                origin = self._origins[name]
-                grown[:, :, :num_kept] = self._buffers[name][:, :, kept_from - origin : self.length - origin]
+                grown[:, :, :num_kept] = self._kept(name)
             self._buffers[name], self._origins[name] = grown, kept_from
         self.first, self._is_owned = kept_from, True
 

@@ -73,7 +73,7 @@ _COLUMNS = {
     "forward\nof 1, ms": "{forward_ms[1]:.1f}",
     "forward\nof 8, ms": "{forward_ms[8]:.1f}",
     "round with\na draft, ms": "{round_ms:.1f}",
-    "tokens a round\nto break even": "{needed:.2f}",
+    "tokens per\ndrafted round\nto break even": "{needed:.2f}",
     "it yields": "{yields:.2f}",
     "in training": "{recorded:.2f}",
     "measured": "{speedup:.2f}x",
@@ -138,9 +138,9 @@ def measure(forms: Sequence[Form], requests: Sequence[Request]) -> list[dict[str
     drafter.
 
     `token_ms`: milliseconds of a token of stock `generate`. `forward_ms`: milliseconds of a bare forward, by its number
-    of tokens. `round_ms`: milliseconds of a round with a draft. `needed`, `yields`: tokens a round to break even, and
-    as measured. `recorded`: tokens a round in the head's folder. `speedup`: stock's seconds divided by the drafter's;
-    None after few drafts.
+    of tokens. `round_ms`: milliseconds of a round with a draft. `needed`, `yields`: tokens per drafted round to break
+    even, and as measured. `recorded`: the same in the head's folder. `speedup`: stock's seconds divided by the
+    drafter's; None after few drafts.
     """
     methods = [method for form in forms for method in form.methods]
     with progress("doctor", total=num_steps(len(methods), len(requests), repeats=1)) as advance:

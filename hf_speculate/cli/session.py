@@ -141,7 +141,7 @@ class Session:
 
     def speed_line(self, typist: Typist) -> str:
         """A line such as `128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
-        length = None if self.speculator is None else self.speculator.stats.mean_acceptance_length
+        length = None if self.speculator is None else self.speculator.stats.tokens_per_round
         return typist.speed + ("" if length is None else f", {length:.2f} tokens a round")
 
 

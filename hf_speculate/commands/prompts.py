@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SpeculateError, first_line
+from ..files import user_path
 from .reporting import say
 
 
@@ -68,7 +69,7 @@ def read_prompts(path: str | Path, limit: int | None = None, categories: Sequenc
         SpeculateError: there is no such file; it is no JSON, has none of the fields or no prompts; or a category is
             unknown.
     """
-    path = Path(path)
+    path = Path(user_path(path))
     groups: dict[str, list[Prompt]] = {}
     for number, line in _lines(path):
         prompt = _prompt_of(line, default_category=path.stem, where=f"{path}, line {number}")

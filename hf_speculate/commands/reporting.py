@@ -23,6 +23,7 @@ from rich.text import Text
 from transformers.utils import logging
 
 from ..errors import SpeculateError
+from ..files import user_path
 from ..messages import printable
 from ..speculator import Speculator
 from .tables import Grid
@@ -112,7 +113,7 @@ def save_line(line: str, out: Path | None) -> None:
     if out is None:
         return
     try:
-        out.write_text(line + "\n", encoding="utf-8")
+        Path(user_path(out)).write_text(line + "\n", encoding="utf-8")
     except OSError as error:
         typer.echo(line)
         raise SpeculateError(f"cannot write {out}: {error}") from error

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ..errors import SpeculateError, first_line
-from ..files import check_regular, file_names
+from ..files import check_regular, file_names, user_path
 from ..models import NAMED_TARGETS, GenerativeModel, named_file
 from ..registry import SpeculatorSpec
 from ..speculator import Speculator, make_speculator
@@ -34,12 +34,12 @@ _BUNDLED_HEADS = ("pycoder-eagle3", "pycoder-medusa")
 
 
 def target_path(name_or_path: str) -> str:
-    """Path of a target with a known name; any other text is a path or Hub id and is returned unchanged.
+    """Path of a target with a known name; any other text is a path, whose "~" is expanded, or a Hub id.
 
     Raises:
         SpeculateError: the target's file is not on this machine.
     """
-    return named_file(name_or_path) or name_or_path
+    return named_file(name_or_path) or user_path(name_or_path)
 
 
 def load_target(

@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import CheckpointError, SpeculateError
-from ..files import open_regular
+from ..files import open_regular, user_path
 
 
 # Device, inode, size and time of the last write.
@@ -122,7 +122,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufFile:
     Raises:
         CheckpointError: it is no GGUF file, is broken or cut off, or has a tensor of an unknown type.
     """
-    path, sizes = os.fspath(path), _type_sizes()
+    path, sizes = user_path(path), _type_sizes()
     with open_regular(path) as file:
         cursor = _Cursor(path, file)
         try:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError
+from ..files import user_path
 from ..models import named_file
 from .metadata import Metadata
 from .reading import GgufFile, read_header
@@ -37,7 +38,7 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
     Raises:
         CheckpointError: there is no such file.
     """
-    path = os.fspath(path_or_repo)
+    path = user_path(path_or_repo)
     if gguf_file is None:
         if os.path.isfile(path):
             return path

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SpeculateError
+from ..files import user_path
 
 
 # Types of matrices that can be written, by the names that llama.cpp's converter gives them.
@@ -48,7 +49,7 @@ def write_gguf(
         ) from error
     if out_type not in OUT_TYPES:
         raise CheckpointError(f"unknown type {out_type!r} of a GGUF file; possible: {', '.join(OUT_TYPES)}.")
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(user_path(path), architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
     wanted = GGMLQuantizationType[OUT_TYPES[out_type]]

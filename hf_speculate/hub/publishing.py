@@ -21,7 +21,7 @@ from huggingface_hub.utils import yaml_dump
 
 from ..drafting import CALIBRATION_FILE, CalibrationTable, SavedHead
 from ..errors import CheckpointError, SpeculateError, UploadError
-from ..files import json_writer, own_file, read_json, replace_files, section
+from ..files import json_writer, own_file, read_json, replace_files, section, user_path
 from ..messages import find_secret, get_logger, has_token, masked_prose
 from .card import (
     ADAPTER_FOLDER,
@@ -243,8 +243,8 @@ def push_folder(
         CheckpointError: there is no head in the folder, or one of its files must not leave. No repository is made.
         UploadError: the Hub did not take it; the folder is as it was.
     """
-    place = Path(folder)
-    saved = drafter_class_for(os.fspath(folder)).describe(os.fspath(folder))
+    place = Path(user_path(folder))
+    saved = drafter_class_for(str(place)).describe(str(place))
     with tempfile.TemporaryDirectory() as staged:
         copy_published(published_files(place), staged)
         if has_custom_generate(place):
@@ -270,6 +270,7 @@ def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool
     Returns:
         False if the folder has a card that a person wrote, which was kept.
     """
+    folder = user_path(folder)
     facts = card_facts(folder)
     names = {name: facts[name] for name in ("base_model", "algorithm", "layout")}
     was_renamed = "notes" not in facts and rename_card(folder, **names, repo_id=repo_id)

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import CheckpointError, DrafterNotFoundError, UploadError, first_line
-from ..files import file_names, read_json
+from ..files import file_names, read_json, user_path
 from ..registry import installed_drafters, load_drafter, unknown_drafter_message
 from .card import CARD_FILE, is_generated
 
@@ -48,12 +48,13 @@ def local_folder(
     Raises:
         DrafterNotFoundError: it is neither a folder, nor a GGUF file, nor a repository that can be downloaded.
     """
-    path = os.fspath(name_or_path)
+    path = user_path(name_or_path)
+    cached = None if cache_dir is None else user_path(cache_dir)
     if path.endswith(_GGUF) and os.path.isfile(path):
         return path
     if (match := _GGUF_ON_HUB.fullmatch(path)) and not os.path.exists(path.partition("/")[0]):
         where: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": local_files_only}
-        where |= {"cache_dir": None if cache_dir is None else os.fspath(cache_dir), "subfolder": subfolder}
+        where |= {"cache_dir": cached, "subfolder": subfolder}
         try:
             return hf_hub_download(match[1], match[2], **where)
         except _DOWNLOAD_ERRORS as error:
@@ -72,7 +73,7 @@ def local_folder(
                 path,
                 revision=revision,
                 token=token,
-                cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+                cache_dir=cached,
                 local_files_only=local_files_only,
                 allow_patterns=_FILES,
             )

@@ -45,7 +45,7 @@ def _file_of_user(variable: str, repository: str, name: str) -> str | None:
     Raises:
         CheckpointError: the variable names no file.
     """
-    if path := os.environ.get(variable):
+    if path := os.path.expanduser(os.environ.get(variable, "")):
         if not os.path.isfile(path):
             raise CheckpointError(f"{variable} names {path!r}, which is no file. Give a GGUF file, or unset it.")
         return path

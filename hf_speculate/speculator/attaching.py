@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from ..drafting import Drafter
 from ..errors import SpeculateError
-from ..files import folder_state
+from ..files import folder_state, user_path
 from ..models import GenerativeModel, held_model
 from ..registry import SpeculatorSpec, installed_drafters, joined_sources
-from .speculator import Speculator, make_speculator
+from .speculator import Speculator, make_speculator, refuse_model
 
 
 _resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, _Made]] = weakref.WeakKeyDictionary()
@@ -39,6 +39,7 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
         return speculator
     if isinstance(speculator, Drafter):
         raise TypeError("speculator= takes a Speculator, got a Drafter: wrap it, Speculator(drafter).")
+    refuse_model(speculator, "speculator=")
     if not isinstance(speculator, str | os.PathLike):
         raise TypeError(
             f"speculator= takes a Speculator, the name of a drafter ({', '.join(installed_drafters())}) or the path / "
@@ -59,8 +60,10 @@ def _folders(text: str) -> tuple[str, ...]:
     if text in installed_drafters():
         return ()
     spec = SpeculatorSpec.parse(text)
-    values = (value for value in spec.options.values() if isinstance(value, str))
-    return tuple(name for name in (*joined_sources(spec.source), *values) if name not in installed_drafters())
+    values = [user_path(value) for value in spec.options.values() if isinstance(value, str)]
+    parts = joined_sources(spec.source)
+    own = parts if len(parts) == 1 else [folder for part in parts for folder in _folders(part)]
+    return tuple(name for name in (*own, *values) if name not in installed_drafters())
 
 
 def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator:

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..drafting import CalibrationTable, Drafter
 from ..errors import OptionError
+from ..files import user_path
 from ..hub import (
     Metric,
     check_origin,
@@ -51,6 +52,20 @@ def without_verdicts() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def refuse_model(value: Any, what: str) -> None:
+    """Raises `TypeError` for a model in the place of a speculator, a drafter or a name; the message says what to write.
+
+    Args:
+        value: object that a user gave.
+        what: name of the argument or function that takes it, for the message.
+    """
+    if isinstance(value, nn.Module):
+        raise TypeError(
+            f"{what} takes no model, got {type(value).__name__}. To draft with it: "
+            "AutoSpeculator.from_name('draft_model', target=..., model=...)."
+        )
+
+
 class Speculator:
     """The argument of `model.generate(..., speculator=...)`: a drafter, a policy and options.
 
@@ -69,6 +84,7 @@ class Speculator:
     """
 
     def __init__(self, drafter: Drafter, **options: Any):
+        refuse_model(drafter, "Speculator")
         if not isinstance(drafter, Drafter):
             raise TypeError(
                 f"Speculator takes a Drafter, got {type(drafter).__name__}. "
@@ -147,6 +163,7 @@ class Speculator:
         Raises:
             CheckpointError: the drafter has no weights, or the layout cannot express them. Nothing was written.
         """
+        path = user_path(path)
         saved = self.drafter.save_pretrained(path, layout)
         if custom_generate:
             write_custom_generate(path)
@@ -218,7 +235,8 @@ class AutoSpeculator:
         """A speculator by drafter name, for example `from_name("prompt_lookup", target=model, max_ngram=4)`.
 
         Args:
-            name: name of an installed drafter (`hf-speculate drafters` lists them).
+            name: name of an installed drafter (`hf-speculate drafters` lists them), or a text as `speculator=` takes
+                it, such as "draft_model:model=PATH+suffix".
             target: model to draft for; it may be wrapped by PEFT or compiled.
             options: options of the engine (`EngineOptions`: acceptance, policy, adaptive, compile, …) and of the
                 drafter. Unknown ones raise `OptionError` (a `TypeError`) with the nearest name.
@@ -227,6 +245,9 @@ class AutoSpeculator:
             DrafterNotFoundError: there is no such drafter. The message has a suggestion.
             TargetMismatchError: the drafter does not fit the target.
         """
+        refuse_model(name, "from_name")
+        if name not in installed_drafters() and not {*name}.isdisjoint("+:"):
+            return make_speculator(name, target, **options)
         engine, own = EngineOptions.split(options)  # check the options before weights are read
         target = unwrap(target)
         drafter = load_drafter(name).for_target(target, **own)
@@ -249,7 +270,7 @@ class AutoSpeculator:
 
         Args:
             name_or_path: folder, Hub id, or GGUF file of a draft head. Several of these, or names of drafters, joined
-                with "+", draft together.
+                with "+", draft together. Options may follow, as in `generate(speculator=)`, and win over `options`.
             target: model to draft for.
             revision, token, cache_dir, local_files_only, subfolder: options of the download, with `huggingface_hub`'s
                 meaning.
@@ -261,12 +282,15 @@ class AutoSpeculator:
             TargetMismatchError: the head belongs to another target. (If only weights, quantisation or adapters differ,
                 it drafts with a warning.)
         """
-        if len(parts := joined_sources(os.fspath(name_or_path))) > 1:
+        refuse_model(name_or_path, "from_pretrained")
+        spec = SpeculatorSpec.parse(os.fspath(name_or_path))
+        options |= spec.options
+        if len(parts := joined_sources(spec.source)) > 1:
             return AutoSpeculator.from_name("combined", target, parts=parts, **options)
         engine, own = EngineOptions.split(options)
         target = unwrap(target)
         folder = local_folder(
-            name_or_path,
+            spec.source,
             revision=revision,
             token=token,
             cache_dir=cache_dir,

@@ -1,9 +1,9 @@
 """Statistics of speculation: counts, acceptance, times, and advice that follows from them.
 
-Definitions (vLLM's wording): mean acceptance length = tokens emitted by rounds / rounds that had a draft, the bonus
-token included; prefill tokens and rounds without a draft (N = 1) are counted apart. Acceptance rate at
-depth d = rounds accepted to depth >= d / rounds that had a node there (unconditional). A "round" here is one row's
-share of a round, so a batch of 4 rows makes 4.
+Definitions (vLLM's wording): mean acceptance length = tokens that drafted rounds emitted / number of these rounds, the
+bonus token included. A drafted round is one with a draft. Prefill tokens and rounds without a draft (N = 1) are counted
+apart. Acceptance rate at depth d = rounds accepted to depth >= d / rounds that had a node there (unconditional). A
+"round" here is one row's share of a round, so a batch of 4 rows makes 4.
 """
 
 from .advice import Advice as Advice

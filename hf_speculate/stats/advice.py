@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .counters import Counters
 
 
-_LOW_LENGTH = 1.05  # tokens a round: as good as nothing is accepted
+_LOW_LENGTH = 1.05  # mean acceptance length: as good as nothing is accepted
 _USUAL_FIRST = 0.6  # share accepted at depth 1: published heads of large targets show 0.62 to 0.73 for a chain
 # Shares of the accuracy in training that count as usual: on other greedy text, on sampled text.
 _LEAST, _LEAST_SAMPLED = 0.8, 0.6
@@ -24,7 +24,7 @@ class HeadRecord:
         is_own_target: whether the target is the one of its training, by weights, quantisation and adapters; None where
             no record says it.
         accuracy: share of its first draft tokens that were right at the end of training; None without a record.
-        length: tokens a round at the end of training; None without a record.
+        length: mean acceptance length at the end of training; None without a record.
     """
 
     is_own_target: bool | None = None
@@ -79,7 +79,7 @@ def verdict(counts: Counters, advice: Advice) -> str:
     if problem := _problem(counts):
         return f"{problem} {_cause(counts, advice)}"
     if speedup is not None and _MARGIN * speedup < 1.0:
-        return f"near break-even: {speedup:.2f}x with {length:.2f} tokens a round. {_cause(counts, advice)}"
+        return f"near break-even: {speedup:.2f}x with {length:.2f} tokens per drafted round. {_cause(counts, advice)}"
     first = counts.acceptance_rate_by_depth.get(1, 0.0)
     if advice.record and first < advice.record.low_first:
         found = f"accepts little at depth 1 ({first:.2f}; {advice.record.recorded})"
@@ -100,8 +100,9 @@ def _problem(counts: Counters, margin: float = 1.0) -> str:
     if length is None or (counts.estimated_speedup or 0.0) >= 1.0:
         return ""
     if needed is not None and length < margin * needed:
-        return f"drafts do not pay here: {length:.2f} tokens a round where {needed:.2f} would make up for their cost."
-    return f"as good as nothing is accepted: {length:.2f} tokens a round." if length < _LOW_LENGTH else ""
+        found = f"{length:.2f} tokens per drafted round where {needed:.2f} would make up for their cost"
+        return f"drafts do not pay here: {found}."
+    return f"as good as nothing is accepted: {length:.2f} tokens per drafted round." if length < _LOW_LENGTH else ""
 
 
 def _cause(counts: Counters, advice: Advice) -> str:

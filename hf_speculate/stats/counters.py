@@ -162,7 +162,8 @@ class Counters:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens a round with a draft emitted on average, bonus token included; None before the first one."""
+        """Tokens per drafted round, bonus token included; None before the first one. Rounds without a draft do not
+        count: `tokens_per_round` has them."""
         return (self.accepted_tokens + self.bonus_tokens) / self.rounds if self.rounds else None
 
     @property

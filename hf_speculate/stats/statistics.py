@@ -61,7 +61,7 @@ class SpeculationStats(Counters):
 
     def __repr__(self) -> str:
         length = self.mean_acceptance_length
-        shown = "no rounds with a draft" if length is None else f"{length:.2f} tokens a round"
+        shown = "no rounds with a draft" if length is None else f"{length:.2f} tokens per drafted round"
         return f"SpeculationStats({self.drafter or 'no drafter'}, calls: {self.calls}, {shown})"
 
     def _repr_html_(self) -> str:

@@ -67,7 +67,7 @@ class TreePlan:
 
     @staticmethod
     def from_parents(parents: Sequence[Sequence[int]]) -> TreePlan:
-        """The plan of a structure known on the host, one sequence of parents a row; cached by structure."""
+        """The plan of a structure known on the host, one sequence of parents a row. The last 256 plans are kept."""
         return _plan_from_parents(tuple(tuple(row) for row in parents))
 
     @staticmethod

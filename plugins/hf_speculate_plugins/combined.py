@@ -29,6 +29,7 @@ from hf_speculate.drafting import (
     Observation,
     joined,
 )
+from hf_speculate.errors import OptionError
 from hf_speculate.policy import Acceptance, Average, PathProbabilities
 from hf_speculate.speculator import make_speculator, read_options
 from hf_speculate.tree import ROOT_PARENT, DraftTree, HostTree, TreeRow
@@ -330,7 +331,15 @@ class CombinedDrafter(Drafter):
         """`parts=` are drafters, names of drafters, or folders and Hub ids of heads; a pair adds options to a name:
         `parts=["prompt_lookup", ("examples/pycoder-eagle3", {"depth": 8})]`."""
         parts: Iterable[Any] = options.pop("parts", None) or ()
-        chosen = read_options(CombinedOptions, options, cls.name, also=["parts"])
+        try:
+            chosen = read_options(CombinedOptions, options, cls.name, also=["parts"])
+        except OptionError as error:
+            if options.keys() <= {*CombinedOptions.__slots__}:
+                raise
+            raise OptionError(
+                f"{error} An option of one part stands with its name: 'draft_model:model=PATH+suffix', or "
+                "from_name('combined', target=..., parts=[('draft_model', {'model': ...}), 'suffix'])."
+            ) from error
         return cls([_part(part, target) for part in parts], chosen)
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -350,5 +359,10 @@ class CombinedDrafter(Drafter):
 def _part(part: Any, target: PreTrainedModel) -> Drafter:
     if isinstance(part, Drafter):
         return part
+    if not isinstance(part, str | os.PathLike | tuple | list):
+        raise TypeError(
+            f"parts= takes drafters, names and folders, got {type(part).__name__}. A model stands in a pair: "
+            "('draft_model', {'model': ...})."
+        )
     name, options = (part, {}) if isinstance(part, str | os.PathLike) else part
     return make_speculator(os.fspath(name), target, **options).drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 
 import pytest
@@ -34,7 +35,7 @@ def fill(cache, length, batch_size=1, num_layers=2):
 
 
 class TestLayer:
-    OPERATIONS = ("append", "append", "append many", "crop", "reorder", "select", "repeat", "reset", "deepcopy")
+    OPERATIONS = ("append", "append", "append many", "crop", "reorder", "select", "repeat", "reset", "copy", "pickle")
 
     @pytest.mark.parametrize("seed", range(25))
     def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
@@ -51,8 +52,10 @@ class TestLayer:
                 ours.crop(-count), stock.crop(-count)
             elif operation == "reset":
                 ours.reset(), stock.reset()
-            elif operation == "deepcopy":
+            elif operation == "copy":
                 ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
+            elif operation == "pickle":
+                ours, stock = (pickle.loads(pickle.dumps(layer)) for layer in (ours, stock))
             elif stock.get_seq_length():
                 batch_size = change_rows(operation, ours, stock, batch_size, choose)
             if stock.get_seq_length() == 0:

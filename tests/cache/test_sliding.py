@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 
 import pytest
@@ -37,7 +38,7 @@ def assert_layers_equal(ours, stock):
 
 
 class TestLayer:
-    OPERATIONS = ("append", "append", "append many", "reorder", "select", "repeat", "reset", "deepcopy")
+    OPERATIONS = ("append", "append", "append many", "reorder", "select", "repeat", "reset", "copy", "pickle")
 
     @pytest.mark.parametrize("seed", range(12))
     def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
@@ -52,8 +53,10 @@ class TestLayer:
             elif operation == "reset" and choose.random() < 0.3:
                 ours.reset(), stock.reset()
                 batch_size = 2
-            elif operation == "deepcopy":
+            elif operation == "copy":
                 ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
+            elif operation == "pickle":
+                ours, stock = (pickle.loads(pickle.dumps(layer)) for layer in (ours, stock))
             elif stock.get_seq_length():
                 batch_size = change_rows(operation, ours, stock, batch_size, choose)
             assert_layers_equal(ours, stock)
@@ -72,6 +75,20 @@ class TestLayer:
             removed = choose.randint(0, count)
             ours.crop(-removed), stock.crop(-removed)
             assert_layers_equal(ours, stock)
+
+    def test_a_copy_can_move_back_as_far_as_its_original_and_leaves_it_alone(self):
+        layer = SlidingLayer(WINDOW)
+        for _ in range(100):
+            layer.update(*states(1, 1))
+        before, twins = layer.keys.clone(), [pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)]
+        layer.crop(-30)
+        cropped = layer.keys.clone()
+        for twin in twins:
+            assert torch.equal(twin.keys, before)
+            twin.crop(-30)
+            assert torch.equal(twin.keys, cropped)
+            twin.update(*states(1, 5))
+        assert torch.equal(layer.keys, cropped)
 
     def test_what_is_gone_cannot_be_cropped_back(self):
         layer = SlidingLayer(WINDOW)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hf_speculate.cli.chat import Conversation
 from hf_speculate.cli.session import Session, print_piece, sampling
 from hf_speculate.commands import DraftTypist, chat_ids
 from hf_speculate.errors import SpeculateError
+from hf_speculate.stats import SpeculationStats
 
 from ..docs.pages import REPOSITORY
 from ..support.inputs import character_tokenizer
@@ -54,6 +56,15 @@ def plain_text(folder: str, messages: list[dict[str, str]], tokens: int) -> str:
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**ids, do_sample=False, max_new_tokens=tokens)
     return tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_the_line_of_speed_counts_rounds_without_a_draft_too():
+    stats = SpeculationStats()
+    stats.record_round(num_drafted=2, depth=2, num_emitted=3, num_accepted=2)
+    stats.record_round(num_drafted=0, depth=0, num_emitted=1, num_accepted=0)
+    session: Any = SimpleNamespace(speculator=SimpleNamespace(stats=stats))
+    line = Session.speed_line(session, SimpleNamespace(speed="4 tokens"))  # pyright: ignore[reportArgumentType]
+    assert line == "4 tokens, 2.00 tokens a round"
 
 
 class TestGenerate:

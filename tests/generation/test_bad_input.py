@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_speculate import AutoSpeculator, DraftTree, Speculator
+from hf_speculate import AutoSpeculator, DraftTree, Speculator, attach
 from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import (
     CheckpointError,
@@ -104,6 +104,25 @@ def test_a_prompt_that_is_not_longer_than_the_cache_is_refused(tiny_model, promp
 def test_things_that_are_no_speculator_are_refused(tiny_model, prompt, argument):
     with pytest.raises(TypeError, match=r"speculator= takes a Speculator"):
         tiny_model().generate(prompt(4), max_new_tokens=2, speculator=argument)
+
+
+def test_a_model_is_no_speculator_and_how_to_draft_with_it_is_said(tiny_model, prompt):
+    model, draft = tiny_model(), tiny_model(num_layers=1)
+    takers = {
+        "speculator=": lambda: model.generate(prompt(4), max_new_tokens=2, speculator=draft),
+        "speculator= ": lambda: attach(model, draft),
+        "Speculator": lambda: Speculator(draft),
+        "from_name": lambda: AutoSpeculator.from_name(draft, target=model),
+        "from_pretrained": lambda: AutoSpeculator.from_pretrained(draft, target=model),
+    }
+    hint = r"AutoSpeculator\.from_name\('draft_model', target=\.\.\., model=\.\.\.\)"
+    for name, take in takers.items():
+        with pytest.raises(TypeError, match=rf"^{name.strip()} takes no model, got LlamaForCausalLM\. .*{hint}"):
+            take()
+    with pytest.raises(TypeError, match=r"parts= takes .*got LlamaForCausalLM.*\('draft_model', \{'model': \.\.\.\}\)"):
+        AutoSpeculator.from_name("combined", target=model, parts=[draft, "suffix"])
+    parts = [("draft_model", {"model": draft}), "suffix"]
+    assert len(AutoSpeculator.from_name("combined", target=model, parts=parts).drafter.parts) == 2
 
 
 def test_an_unknown_drafter_gets_a_suggestion(tiny_model, prompt, monkeypatch):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -103,6 +107,42 @@ def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
         results.append((chunked, first, second))
     for (ours, plain), width in zip(zip(*reversed(results), strict=True), (11, 11, 11 + NEW_TOKENS), strict=True):
         assert_same_parts(ours, plain, width)
+
+
+def pickled(cache):
+    data = pickle.dumps(cache)
+    return pickle.loads(data), len(data)
+
+
+def saved(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    size = file.tell()
+    file.seek(0)
+    return torch.load(file, weights_only=False), size
+
+
+def deep_copied(cache):
+    twin = copy.deepcopy(cache)
+    return twin, sum(s.untyped_storage().nbytes() for layer in twin.layers for s in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("copied", [pickled, saved, deep_copied])
+@pytest.mark.parametrize("lengths", [(150,), (40, 9)], ids=["one", "batch"])
+def test_a_copy_of_the_cache_is_as_large_as_stocks_and_continues(tiny_model, prompt, copied, lengths):
+    model, inputs = tiny_model("qwen2"), padded_batch(prompt, lengths)
+    request = {**inputs, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    plain = model.generate(**request)
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
+    twin, size = copied(cache_of(model.generate(**request, speculator=speculator)))
+    assert size < 1.05 * copied(cache_of(plain))[1] + 1500, "spare room of the buffers went along"
+    text = torch.cat([plain.sequences, padded_batch(prompt, [5] * len(lengths))["input_ids"]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(len(lengths), NEW_TOKENS + 5).long()], dim=1)
+    expected = model.generate(text, attention_mask=mask, max_new_tokens=NEW_TOKENS)
+    for continuing in (None, speculator):
+        request = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, **as_cache(copy.deepcopy(twin))}
+        continued = model.generate(text, **request, speculator=continuing)
+        assert torch.equal(continued, expected)
 
 
 def test_records_hold_no_view_of_a_trees_states(tiny_model, prompt, monkeypatch):

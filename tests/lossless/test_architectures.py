@@ -53,6 +53,25 @@ LATENT = EXPERTS | {
     "num_key_value_heads": 4,
 }
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+ZAMBA = {
+    "mamba_d_state": 8,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 8,
+    "mamba_headdim": 8,
+    "chunk_size": 8,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+    "attention_head_dim": 16,
+}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 8,
+    "hybrid_override_pattern": "M*M-",
+}
 SSM = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 
 
@@ -77,6 +96,11 @@ RECURRENT = "recurrent layers: chains only, rejected tokens are undone by a copy
 # Found by trying: transformers' own forward over several tokens behind a cache differs from one token after another.
 FORGETS = "does not score several tokens at once as one after another"
 NO_CACHE = "speculator= needs a transformers Cache"
+NO_ATTENTION = f"{NO_CACHE} with attention layers"
+# A forward over one token does not raise time steps to `time_step_min`: short ones give other states there.
+LONG_STEPS = {"time_step_min": 1e-6, "time_step_floor": 0.05}
+ALL_LONG = "no time step below `time_step_min`"
+SOME_SHORT = "some time steps below `time_step_min`"
 SLIDING = "sliding windows"
 MIXED = "sliding windows and full attention"
 CASES = {
@@ -185,42 +209,19 @@ CASES = {
         RECURRENT,
         "experts, Mamba 2",
     ),
-    "zamba2": Case(
-        {
-            "mamba_d_state": 8,
-            "mamba_ngroups": 1,
-            "n_mamba_heads": 8,
-            "mamba_headdim": 8,
-            "chunk_size": 8,
-            "layers_block_type": ["linear_attention", "hybrid"] * 2,
-            "num_mem_blocks": 1,
-            "adapter_rank": 4,
-            "attention_head_dim": 16,
-        },
-        NOTHING,
-        FORGETS,
-        "Mamba 2, shared attention",
-    ),
-    "nemotron_h": Case(
-        {
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 1,
-            "chunk_size": 8,
-            "hybrid_override_pattern": "M*M-",
-        },
-        NOTHING,
-        FORGETS,
-        "Mamba 2",
-    ),
+    "zamba2": Case(ZAMBA | LONG_STEPS, CHAINS, RECURRENT, f"Mamba 2, shared attention, {ALL_LONG}"),
+    "zamba2 (short steps)": Case(ZAMBA, NOTHING, FORGETS, f"Mamba 2, shared attention, {SOME_SHORT}"),
+    "nemotron_h": Case(NEMOTRON | LONG_STEPS, CHAINS, RECURRENT, f"Mamba 2, {ALL_LONG}"),
+    "nemotron_h (short steps)": Case(NEMOTRON, NOTHING, FORGETS, f"Mamba 2, {SOME_SHORT}"),
     "recurrent_gemma": Case(
         {"lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 6}, NOTHING, FORGETS, "RG-LRU, " + SLIDING
     ),
     "lfm2": Case({"layer_types": ["conv", "full_attention"] * 2}, CHAINS, RECURRENT, "short convolutions"),
-    "mamba": Case({"state_size": 8}, NOTHING, NO_CACHE),
-    "mamba2": Case({"state_size": 8, "num_heads": 8, "n_groups": 1, "expand": 2, "chunk_size": 8}, NOTHING, NO_CACHE),
-    "falcon_mamba": Case({"state_size": 8}, NOTHING, NO_CACHE),
+    "mamba": Case({"state_size": 8}, NOTHING, NO_ATTENTION),
+    "mamba2": Case(
+        {"state_size": 8, "num_heads": 8, "n_groups": 1, "expand": 2, "chunk_size": 8}, NOTHING, NO_ATTENTION
+    ),
+    "falcon_mamba": Case({"state_size": 8}, NOTHING, NO_ATTENTION),
     "minimax": Case({"num_local_experts": 2, "block_size": 8}, NOTHING, NO_CACHE, "lightning attention"),
     "rwkv": Case({"attention_hidden_size": 32}, NOTHING, NO_CACHE),
 }
@@ -349,6 +350,9 @@ The column *drafts* is what a trial finds. It also runs before the first request
 table, whose class prepares its inputs its own way, or that has recurrent layers: stock's loop and ours write a tiny
 left-padded batch, with drafts that are accepted, in part accepted and rejected, and the logits of every step are
 compared.
+
+For `zamba2` and `nemotron_h` the result depends on the weights. transformers raises time steps below `time_step_min`,
+but only in forwards over several tokens. A model with such steps takes no drafts.
 
 | `model_type` | drafts | remarks |
 |---|---|---|

@@ -132,7 +132,7 @@ def test_requests_are_exact_or_refused(tmp_path, needs_kernel, name, with_adapte
     target = adapted(model, choose) if with_adapter else model
     counts = outcomes(target, range(100 * part, 100 * part + (12 if part == 0 else 40)), with_adapter)
     assert not counts["differs"], counts
-    assert counts["equal"] or (with_adapter and name != "dense"), counts
+    assert counts["equal"], counts
 
 
 def test_a_hook_in_a_layer_that_the_kernel_computes_is_named(tmp_path, needs_kernel):

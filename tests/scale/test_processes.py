@@ -259,6 +259,15 @@ def test_what_is_said_is_said_once(recipe, tmp_path):
         assert len(lines) == 1, lines
 
 
+def test_no_thread_of_the_group_outlives_the_command(recipe):
+    """A thread that frees a tensor while the interpreter ends aborts its process."""
+    config = recipe("two", processes=2, training={"max_steps": 2, "eval_steps": 2})
+    printed = run_script("threads_after_training.py", "--config", str(config))
+    left = [line for line in printed.splitlines() if line.startswith("threads ")]
+    assert len(left) == 2
+    assert "gloo" not in "".join(left)
+
+
 def test_accelerates_fsdp_is_refused(recipe, tmp_path):
     """It would leave the target of all processes but one without weights."""
     given = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}

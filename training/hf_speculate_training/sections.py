@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.files import user_path
 
 
 Section = TypeVar("Section")
@@ -55,6 +56,13 @@ def validated(kind: type[Section], values: Mapping[str, Any], what: str) -> Sect
     except ValidationError as error:
         lines = [_problem(entry["loc"], entry["msg"]) for entry in error.errors()]
         raise RecipeError(f"{what} cannot be used: {'; '.join(lines)}.") from error
+
+
+def expand_home(section: Any, *names: str) -> None:
+    """Replaces "~" in some paths of a frozen section: no shell reads a recipe. None stays."""
+    for name in names:
+        if (path := getattr(section, name)) is not None:
+            object.__setattr__(section, name, user_path(path))
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], where: str) -> None:

@@ -30,7 +30,7 @@ from hf_speculate.gguf import find_file, load_model, plan_model, read_model_file
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import sample_bytes
 
-from .sections import RecipeError
+from .sections import RecipeError, expand_home
 
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -67,6 +67,9 @@ class TargetSection:
     device_map: str | dict[str, Any] | None = None
     shard: bool = False
     attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        expand_home(self, "path", "adapter", "tokenizer")
 
 
 def load_target(section: TargetSection, device: torch.device) -> nn.Module:

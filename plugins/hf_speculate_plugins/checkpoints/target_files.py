@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
+from hf_speculate.files import user_path
 from hf_speculate.scoring import embedding_layer, output_layer
 
 from .files import read_config, read_index, read_tensor
@@ -36,7 +37,7 @@ class TargetFiles:
     """
 
     def __init__(self, name_or_path: str | os.PathLike, **hub: Any):
-        self.name = os.fspath(name_or_path)
+        self.name = user_path(name_or_path)
         self._hub = hub
         if self.name.startswith((".", "/", "~")) and not os.path.isdir(self.name):
             raise DrafterNotFoundError(f"cannot read target {self.name!r}: no such folder.")

@@ -34,6 +34,7 @@ from hf_speculate.commands import (
     tokenize,
 )
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
+from hf_speculate.files import user_path
 from hf_speculate.hub import drafter_class_for, head_record, local_folder
 from hf_speculate.models import NAMED_TARGETS, GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
@@ -188,7 +189,7 @@ def write_calibration(
 
 def _writable(head: str | os.PathLike) -> str:
     """The folder of a head, if a table can be written there."""
-    folder = os.fspath(head)
+    folder = user_path(head)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no local folder: calibration.json is written beside a head's files.")
     if not os.access(folder, os.W_OK):
@@ -233,7 +234,7 @@ def _with_adapter(target: Any, adapter: str) -> tuple[GenerativeModel, Callable[
     except ImportError as error:
         raise SpeculateError("--adapter needs PEFT: pip install peft.") from error
     try:
-        adapted: Any = PeftModel.from_pretrained(target, adapter).eval()
+        adapted: Any = PeftModel.from_pretrained(target, user_path(adapter)).eval()
     except (ValueError, OSError, RuntimeError) as error:
         raise SpeculateError(f"cannot load the adapter {adapter}: {first_line(error)}") from error
     return unwrap(adapted), adapted.disable_adapter

@@ -14,6 +14,7 @@ import typer
 from hf_speculate.commands import JsonOnly, say, say_json, target_path
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError
+from hf_speculate.files import user_path
 from hf_speculate.hub import (
     card_facts,
     copy_origins,
@@ -90,7 +91,7 @@ def check_out_type(out_type: str | None, layout: str) -> None:
 
 def check_destination(destination: str | os.PathLike) -> Path:
     """The path of a folder to write; raises `CheckpointError` unless it is absent or empty."""
-    path = Path(destination)
+    path = Path(user_path(destination))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
     return path

@@ -31,6 +31,7 @@ from hf_speculate.commands import (
     target_path,
 )
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
+from hf_speculate.files import user_path
 from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
@@ -121,7 +122,7 @@ def export_head(
     target_name = os.path.abspath(target_name) if is_local else target_name  # the script may be run from anywhere
     facts = (
         f"{method} head for {target_name} in {TITLES[engine]}, by hf-speculate export. Measured with transformers, "
-        f"{drafts.words}: {length:.2f} tokens a round ({len(prompts)} prompts, greedy)."
+        f"{drafts.words}: {length:.2f} tokens per drafted round ({len(prompts)} prompts, greedy)."
     )
     line = command(engine, engine_method, _served_target(engine, target_name), drafts)
     if is_file:
@@ -148,7 +149,7 @@ def export_head(
 
 def _absent_file(destination: str | os.PathLike) -> Path:
     """The path of a file to write; raises `CheckpointError` if something is there already."""
-    path = Path(destination)
+    path = Path(user_path(destination))
     if path.exists():
         raise CheckpointError(f"{path} exists: choose another destination.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +191,7 @@ def _stated_tokens(folder: str, drafter: Any) -> int | None:
 def _measured_length(
     target: GenerativeModel, speculator: Speculator, prompts: Sequence[Tensor], max_new_tokens: int
 ) -> float:
-    """Tokens a round over greedy texts behind the prompts."""
+    """The mean acceptance length over greedy texts after the prompts."""
     with progress("prompts", total=len(prompts)) as advance, torch.inference_mode():
         for prompt in prompts:
             ids = prompt[None].to(target.device)
@@ -239,6 +240,7 @@ def export(
     json_only: JsonOnly = False,
 ) -> None:
     """Hand a head over to vLLM, SGLang or llama.cpp: convert it, write the command that serves it, measure it."""
+    destination = Path(user_path(destination))
     prepare(threads)
     name = target or _stated_target(head)
     model, tokenizer = load_measured(name, dtype, find_device(device))
@@ -252,8 +254,9 @@ def export(
     for warning in found["warnings"]:
         say(f"note: {warning}", err=True)
     rates = ", ".join(f"{rate:.0%}" for rate in found["acceptance_rate_by_depth"].values())
+    drafting = EngineDrafts(**found["drafting"]).words
     say(
-        f"{found['mean_acceptance_length']:.2f} tokens a round with {EngineDrafts(**found['drafting']).words} on "
+        f"{found['mean_acceptance_length']:.2f} tokens per drafted round with {drafting} on "
         f"{found['num_prompts']} prompts (accepted to depth 1, 2, ...: {rates})\n\n{found['script']}\n{destination} "
         f"{'is the head' if destination.is_file() else f'holds head and {SCRIPT}'}."
     )

@@ -9,6 +9,7 @@ import typer
 
 from hf_speculate.commands import say
 from hf_speculate.errors import SpeculateError
+from hf_speculate.files import user_path
 from hf_speculate.hub import check_upload, push_folder, recorded_card
 
 
@@ -39,7 +40,7 @@ def push(
     message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
 ) -> None:
     """Upload a head with card, provenance, recipe and curves; checkpoints, logs and paths of this machine stay."""
-    _check_folder(folder)
+    folder = _checked_folder(folder)
     if repo_id is not None:
         check_upload(repo_id)
     result = push_folder(folder, repo_id, private=private, commit_message=message)
@@ -61,13 +62,15 @@ def card(
     show: Annotated[bool, typer.Option("--print", help="Print the card, too.")] = False,
 ) -> None:
     """Write the model card of a head anew, from its files and its provenance; a card that a person wrote stays."""
-    _check_folder(folder)
+    folder = _checked_folder(folder)
     path = folder / "README.md"
     if not recorded_card(folder, repo_id):
         raise SpeculateError(f"{path} was written by a person and stays as it is: move it away to have one made.")
     say(path.read_text(encoding="utf-8") if show else f"wrote {path}")
 
 
-def _check_folder(folder: Path) -> None:
+def _checked_folder(folder: Path) -> Path:
+    folder = Path(user_path(folder))
     if not folder.is_dir():
         raise SpeculateError(f"{folder} is not a folder of a head.")
+    return folder

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.files import user_path
 from hf_speculate.hub import local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import compare_weights, sample_weights, supported_shape
@@ -47,6 +48,7 @@ _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.
 
 def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
     """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) beside the target, see `load_model`."""
+    place = user_path(place)
     if place.endswith(".gguf"):
         from hf_speculate.gguf import load_model as load_packed  # nothing else needs what it imports
 
@@ -146,7 +148,10 @@ class DraftModelDrafter(Drafter):
         """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`."""
         model = options.pop("model", None)
         if model is None:
-            raise TypeError("draft_model needs the draft model: from_name('draft_model', target=..., model=...).")
+            raise TypeError(
+                "draft_model needs the draft model: from_name('draft_model', target=..., model=...), or in a text "
+                "draft_model:model=PATH."
+            )
         parsed = read_options(DraftModelOptions, options, cls.name, also=["model"])
         if isinstance(model, str | os.PathLike):
             model = load_beside(os.fspath(model), target)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.files import user_path
 from hf_speculate.hub import local_folder
 from hf_speculate.speculator import read_options
 
@@ -99,7 +100,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """
         layout = self.check_layout(layout)
         self.head_files.write(
-            path,
+            user_path(path),
             self.head,
             self.target_ids,
             layout,

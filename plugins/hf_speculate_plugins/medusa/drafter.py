@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
+from hf_speculate.files import user_path
 from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.scoring import device_beside
 from hf_speculate.speculator import read_options
@@ -128,7 +129,7 @@ class MedusaDrafter(Drafter):
         """`heads=` are `MedusaHeads`, or the folder they are in; the other options are `MedusaOptions`."""
         heads = options.pop("heads", None)
         if isinstance(heads, str | os.PathLike):
-            return cls.from_folder(os.fspath(heads), target, **options)
+            return cls.from_folder(user_path(heads), target, **options)
         if not isinstance(heads, MedusaHeads):
             raise TypeError("medusa needs its heads: AutoSpeculator.from_pretrained(<folder or Hub id>, target=...).")
         return cls(heads, target, read_options(MedusaOptions, options, cls.name, also=["heads"]))
@@ -155,6 +156,7 @@ class MedusaDrafter(Drafter):
             CheckpointError: the layout cannot express these heads.
         """
         layout = self.check_layout(layout)
+        path = user_path(path)
         write_heads(path, self.heads, layout, vocab_size=self._target_vocab_size, base_model=self._target_name)
         return SavedHead("medusa", layout, self._target_name)
 

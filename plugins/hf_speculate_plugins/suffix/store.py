@@ -10,7 +10,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.files import Writer, check_kinds, json_writer, read_json, replace_files
+from hf_speculate.files import Writer, check_kinds, json_writer, read_json, replace_files, user_path
 
 from .contexts import ContextCounts, RecycledRows
 
@@ -137,7 +137,7 @@ class SuffixStore:
                 "max_tokens": self.max_tokens,
                 "requests": requests,
             }
-        path = Path(path)
+        path = Path(user_path(path))
         replace_files(path.parent, {path.name: _bounded(json_writer(content, indent=None))})
 
     @classmethod
@@ -147,6 +147,7 @@ class SuffixStore:
         Raises:
             CheckpointError: it cannot be read, or is something else.
         """
+        path = user_path(path)
         content = read_json(path, _MAX_BYTES)
         check_kinds(path, content, _KINDS)
         _check(path, content.get("format") == _FORMAT, f'"format" is {content.get("format")!r}, expected {_FORMAT!r}')

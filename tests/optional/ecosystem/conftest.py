@@ -11,6 +11,8 @@ from hf_speculate import AutoSpeculator
 from ...support.paths import REPOSITORY
 
 
+# Endings of the names of logged values that depend on the clock.
+TIMINGS = ("runtime", "per_second", "preparation_time", "step_time")
 TARGET, HEAD = REPOSITORY / "examples" / "pycoder", REPOSITORY / "examples" / "pycoder-eagle3"
 
 
@@ -34,3 +36,8 @@ def tokenizer():
 def attach_head():
     """A function that attaches the bundled EAGLE-3 head to a model; returns its speculator."""
     return lambda model: hf_speculate.attach(model, AutoSpeculator.from_pretrained(HEAD, target=model))
+
+
+def without_timings(log):
+    """The log of a trainer, without the values that depend on the clock."""
+    return [{name: value for name, value in entry.items() if not name.endswith(TIMINGS)} for entry in log]

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, DraftState
-from hf_speculate.errors import DrafterNotFoundError
+from hf_speculate.errors import DrafterNotFoundError, OptionError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
 from hf_speculate.tree import DraftTree, TreeRow
 from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions, expected_length, merge_row
@@ -164,6 +165,32 @@ def test_names_joined_with_plus_draft_together(tiny_model, prompt, tmp_path):
     assert [part.name for part in spaced.parts] == ["draft_model", "prompt_lookup"]
     with pytest.raises(DrafterNotFoundError, match="prompt_lokup"):
         AutoSpeculator.from_pretrained(f"{tmp_path / 'draft'}+prompt_lokup", target=model)
+
+
+def test_a_text_gives_options_to_its_parts_wherever_it_is_taken(tiny_model, prompt, tmp_path):
+    model, folder = tiny_model(), tmp_path / "a+b"
+    tiny_model(num_layers=1).save_pretrained(folder)
+    for text in (f"draft_model:model={folder}+suffix", f"draft_model:model={folder},depth=3+suffix:max_nodes=7"):
+        model.generate(prompt(9), max_new_tokens=4, speculator=text)
+        found = [
+            hf_speculate.speculators(model)[text],
+            AutoSpeculator.from_name(text, target=model),
+            AutoSpeculator.from_pretrained(text, target=model),
+        ]
+        (described,) = {repr(speculator) for speculator in found}
+        assert [part.name for part in found[0].drafter.parts] == ["draft_model", "suffix"]
+        assert f"depth={3 if 'depth' in text else 5}," in described
+        assert found[0].drafter.options == CombinedOptions(**{"max_nodes": 7} if "nodes" in text else {})
+
+
+def test_options_of_a_part_are_refused_for_the_whole_with_the_way_to_give_them(tiny_model, tmp_path):
+    with pytest.raises(OptionError, match=r"unknown option 'model'.*'draft_model:model=PATH\+suffix'.*parts=\["):
+        AutoSpeculator.from_name("draft_model+suffix", target=tiny_model(), model=tmp_path)
+    with pytest.raises(OptionError) as caught:
+        AutoSpeculator.from_name("suffix+prompt_lookup", target=tiny_model(), max_nodes="many")
+    assert "parts=" not in str(caught.value)
+    with pytest.raises(TypeError, match="draft_model:model=PATH"):
+        AutoSpeculator.from_name("draft_model+suffix", target=tiny_model())
 
 
 @pytest.mark.parametrize(("options", "found"), [({"parts": ["prompt_lookup"]}, "at least two"), ({}, "got 0")])

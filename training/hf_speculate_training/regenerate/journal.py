@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.files import json_writer, read_json, replace_files
+from hf_speculate.files import json_writer, read_json, replace_files, user_path
 
 
 class Journal:
@@ -33,7 +33,7 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike, settings: Mapping[str, Any]):
-        self.path = Path(path)
+        self.path = Path(user_path(path))
         self._settings = json.loads(json.dumps(dict(settings)))
         self._settings_path = self.path.with_name(self.path.name + ".settings")
         self._lock = FileLock(self.path.with_name(self.path.name + ".lock"))

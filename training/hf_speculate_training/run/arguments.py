@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import datasets
 import torch
+from torch import distributed
 from transformers import TrainingArguments
 from transformers.utils import logging
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
@@ -143,3 +145,14 @@ def rows_a_step(args: TrainingArguments) -> int:
 def process_index() -> int:
     """Index of this process among those that train together; 0 if it is the only one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def end_process_group() -> None:
+    """Ends the group of processes that trained together, if there is one.
+
+    Threads of the group may hold tensors for a moment after the last exchange. A thread that frees a tensor while the
+    interpreter ends aborts its process, and the launcher reports a finished run as failed.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # the trainer holds the group, and a group that is held keeps its threads
+        distributed.destroy_process_group()

@@ -10,9 +10,10 @@ import typer
 
 from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
+from hf_speculate.files import user_path
 from hf_speculate.hub import read_provenance
 
-from .arguments import process_index
+from .arguments import end_process_group, process_index
 from .defaults import Choice, commented_recipe, default_choices, recipe_values
 from .dry_run import describe_run
 from .evaluation import ACCEPTANCE
@@ -83,17 +84,19 @@ def train(
         description = describe_run(prepare(recipe, write=False))
         if leads:
             console().print(description)
+        end_process_group()
         return
     try:
         folder = train_head(recipe, resume=resume)
     except InterruptedTrainingError as error:
         say(str(error), err=True)
         raise typer.Exit(_INTERRUPTED) from error
+    end_process_group()
     if leads:
         say(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
         length = ((read_provenance(folder) or {}).get("metrics") or {}).get(f"eval_{ACCEPTANCE}")
         if length is not None:
-            say(f"On held-out prompts it yields {length:.2f} tokens a round.")
+            say(f"On held-out prompts it yields {length:.2f} tokens per drafted round.")
         say(f"next: hf-speculate doctor -t {recipe.target.path} -s {folder}    (does it pay on this machine?)")
 
 
@@ -110,6 +113,7 @@ def _write_recipe(text: str, path: Path) -> None:
     if str(path) == "-":
         say(text.removesuffix("\n"))
         return
+    path = Path(user_path(path))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

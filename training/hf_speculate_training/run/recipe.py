@@ -25,7 +25,7 @@ from typing import Any, Literal, get_type_hints
 import yaml
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.files import read_bytes
+from hf_speculate.files import read_bytes, user_path
 from hf_speculate.hub import public_recipe
 from hf_speculate.messages import find_secret, masked
 from hf_speculate.registry import unknown_name_message
@@ -37,6 +37,7 @@ from ..sections import (
     MAX_DEPTH,
     RecipeError,
     check_plain,
+    expand_home,
     field_names,
     parse_yaml,
     refuse_unknown,
@@ -95,6 +96,9 @@ class FeaturesSection:
     source: Literal["online", "cache"] = "online"
     folder: str | None = None
 
+    def __post_init__(self) -> None:
+        expand_home(self, "folder")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection(AcceptanceOptions):
@@ -132,6 +136,9 @@ class OutputSection:
     push_to_hub: str | None = None
     private: bool | None = None
     notes: str = ""
+
+    def __post_init__(self) -> None:
+        expand_home(self, "folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +192,8 @@ def find_recipe(name_or_path: str | os.PathLike) -> Path:
     Raises:
         RecipeError: there is neither; the message has a suggestion.
     """
-    path = Path(name_or_path)
-    name = os.fspath(name_or_path)
+    name = user_path(name_or_path)
+    path = Path(name)
     if path.exists() or path.suffix.lower() in (".yaml", ".yml", ".json") or path.name != name:
         return path
     found = next((folder / f"{name}.yaml" for folder in _FOLDERS if (folder / f"{name}.yaml").is_file()), None)

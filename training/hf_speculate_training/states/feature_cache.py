@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from hf_speculate.files import user_path
 from hf_speculate.messages import get_logger
 
 from ..data import Collator, Row, RowDataset, content_fingerprint, documents_fingerprint
@@ -90,7 +91,7 @@ def write_features(
         FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small or
             got full. Complete shards stay, and a later run goes on after them.
     """
-    path = Path(folder)
+    path = Path(user_path(folder))
     path.mkdir(parents=True, exist_ok=True)
     key = cache_key(reader, rows, dtype)
     rank, _ = _process()
@@ -120,7 +121,7 @@ class FeatureCache(Dataset):
     """
 
     def __init__(self, folder: str | os.PathLike, key: CacheKey | None = None, *, verify: bool = True):
-        self.folder = Path(folder)
+        self.folder = Path(user_path(folder))
         self._index = index = CacheIndex.read(self.folder)
         if key is not None:
             index.check_key(key)
@@ -200,7 +201,7 @@ def feature_bytes(
     """Number of bytes by which a cache in `folder` will still grow; computes no states."""
     key = CacheKey("", "", tuple(sorted(feature_layers)), str(target.dtype).removeprefix("torch."))
     plan = _plan(key, target, rows, rows_per_shard=1)
-    held = sum(path.stat().st_size for path in Path(folder).glob("*") if path.is_file())
+    held = sum(path.stat().st_size for path in Path(user_path(folder)).glob("*") if path.is_file())
     return max(plan.num_bytes(range(plan.num_shards)) - held, 0)
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from hf_speculate.drafting import RAW_LAST
+from hf_speculate.files import user_path
 
 from ..data import Batch, RowDataset, make_row
 from .cache_index import FeatureCacheError
@@ -53,7 +54,7 @@ class ForeignFeatures(Dataset):
     """
 
     def __init__(self, folder: str | os.PathLike, reader: TargetReader, rows: RowDataset):
-        self.folder, self._rows = Path(folder), rows
+        self.folder, self._rows = Path(user_path(folder)), rows
         self._paths = _paths_of(rows, _paths_by_tokens(self.folder), self.folder)
         target = reader.target
         self._last = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -106,7 +107,7 @@ def write_foreign_features(folder: str | os.PathLike, reader: TargetReader, rows
     Raises:
         FeatureCacheError: a file of that name is of another document, or one cannot be written. Those before are whole.
     """
-    path = Path(folder)
+    path = Path(user_path(folder))
     path.mkdir(parents=True, exist_ok=True)
     layers = (*(layer for layer in reader.feature_layers if layer != RAW_LAST), RAW_LAST)
     every = TargetReader(reader.target, layers)
@@ -137,7 +138,8 @@ def _check_same(file: Path, document: Mapping[str, Any]) -> None:
 
 
 def _files(folder: str | os.PathLike) -> Iterator[Path]:
-    return (path for path in Path(folder).glob(f"{_PREFIX}*{_SUFFIX}") if path.stem.removeprefix(_PREFIX).isdigit())
+    found = Path(user_path(folder)).glob(f"{_PREFIX}*{_SUFFIX}")
+    return (path for path in found if path.stem.removeprefix(_PREFIX).isdigit())
 
 
 def _paths_by_tokens(folder: Path) -> dict[bytes, Path]:

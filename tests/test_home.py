@@ -1,0 +1,141 @@
+"""Paths that begin with "~", where no shell has replaced it: they are in the home folder, and no folder "~" is made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import hf_speculate
+from hf_speculate import AutoSpeculator, cli
+from hf_speculate.commands import read_prompts, report, target_path
+from hf_speculate.gguf import load_model, read_header
+from hf_speculate.hub import local_folder
+from hf_speculate_plugins.checkpoints import TargetFiles
+from hf_speculate_plugins.commands.check import write_calibration
+from hf_speculate_plugins.commands.convert import convert_checkpoint
+from hf_speculate_plugins.suffix import SuffixStore
+from hf_speculate_training.regenerate.journal import Journal
+from hf_speculate_training.run import read_recipe
+
+from .support.heads import HIDDEN, PLAIN, target, write_head, write_medusa_heads
+from .support.packed import write_model
+
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """The home folder; the current one is another."""
+    folder, here = tmp_path / "home", tmp_path / "here"
+    folder.mkdir()
+    here.mkdir()
+    # compiled kernels stay where they are
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(here)
+    yield folder
+    assert not os.listdir(here)
+
+
+def drafters(speculator) -> list[str]:
+    return [part.name for part in speculator.drafter.parts]
+
+
+def test_heads_are_saved_and_read(home, prompt):
+    model = target()
+    write_head(home / "head")
+    read = AutoSpeculator.from_pretrained("~/head", target=model)
+    read.save_pretrained("~/saved")
+    read.drafter.save_pretrained("~/again")
+    for name in ("saved", "again"):
+        assert (home / name / "config.json").is_file()
+    plain = model.generate(prompt(9), **PLAIN)
+    for text in ("~/saved", "~/head:depth=2", "~/head+suffix", "suffix+~/head"):
+        assert torch.equal(model.generate(prompt(9), **PLAIN, speculator=text), plain)
+    hf_speculate.attach(model, "~/head")
+    hf_speculate.detach(model)
+    before = hf_speculate.speculators(model)["~/head"]
+    write_head(home / "head", "specforge")
+    model.generate(prompt(9), **PLAIN, speculator="~/head")
+    assert hf_speculate.speculators(model)["~/head"] is not before, "the folder has changed"
+
+
+def test_medusa_heads(home):
+    write_medusa_heads(home / "heads")
+    read = AutoSpeculator.from_name("medusa", target=target(), heads="~/heads")
+    read.drafter.save_pretrained("~/again")
+    assert AutoSpeculator.from_pretrained("~/again", target=target()).drafter.name == "medusa"
+
+
+def test_draft_models(home, tiny_model):
+    model, draft = tiny_model(), tiny_model(num_layers=1)
+    draft.save_pretrained(home / "draft")
+    assert drafters(AutoSpeculator.from_name("draft_model", target=model, model="~/draft")) == ["draft_model"]
+    assert drafters(AutoSpeculator.from_pretrained("~/draft", target=model)) == ["draft_model"]
+    for text in ("draft_model:model=~/draft", "draft_model:model=~/draft+suffix", "~/draft:depth=2+suffix"):
+        resolved = hf_speculate.attach(model, text)
+        hf_speculate.detach(model)
+        assert drafters(resolved)[0] == "draft_model"
+        draft.save_pretrained(home / "draft", max_shard_size="5KB")  # other files
+        assert hf_speculate.attach(model, text) is not resolved, "the folder has changed"
+        hf_speculate.detach(model)
+        shutil.rmtree(home / "draft")
+        draft.save_pretrained(home / "draft")
+
+
+def test_gguf_files(home, monkeypatch):
+    write_model(home / "model.gguf")
+    packed = load_model("~/model.gguf", backend="dequantize")
+    assert read_header("~/model.gguf").path == str(home / "model.gguf")
+    assert hf_speculate.gguf.find_file("~", "model.gguf", {}) == str(home / "model.gguf")
+    dense = load_model("~/model.gguf", backend="dense")
+    assert packed.config.name_or_path == dense.config.name_or_path == str(home / "model.gguf")
+    monkeypatch.setenv("HF_SPECULATE_QWEN_CODER", "~/model.gguf")
+    assert target_path("qwen2.5-coder-0.5b") == str(home / "model.gguf")
+
+
+def test_what_commands_read_and_write(home, hub):
+    write_head(home / "head")
+    assert local_folder("~/head") == target_path("~/head") == str(home / "head")
+    convert_checkpoint("~/head", "~/converted", "specforge")
+    assert (home / "converted" / "config.json").is_file()
+    (home / "prompts.jsonl").write_text('{"prompt": "def"}\n')
+    assert [prompt.content for prompt in read_prompts("~/prompts.jsonl")] == ["def"]
+    target().save_pretrained(home / "target")
+    assert TargetFiles("~/target").text_config.hidden_size == HIDDEN
+    write_calibration("~/head", target(), [torch.arange(9)], max_new_tokens=8)
+    assert (home / "head" / "calibration.json").is_file()
+    report({"a": 1}, out=Path("~/out.json"), json_only=True)
+    assert (home / "out.json").read_text() == '{"a": 1}\n'
+    for command in (["card", "~/head"], ["push", "~/head", "--repo-id", "me/head"]):
+        done = CliRunner().invoke(cli.app, command)
+        assert done.exit_code == 0, done.output
+
+
+def test_recipes_and_what_they_name(home):
+    sections = {
+        "target": {"path": "~/target", "adapter": "~/adapter"},
+        "data": {"train": "own.jsonl"},
+        "method": {"name": "eagle3"},
+        "features": {"folder": "~/features"},
+        "output": {"folder": "~/run"},
+    }
+    (home / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    recipe = read_recipe("~/recipe.yaml")
+    named = (recipe.target.path, recipe.target.adapter, recipe.feature_folder, recipe.output.folder)
+    assert named == tuple(str(home / name) for name in ("target", "adapter", "features", "run"))
+    with Journal("~/answers.jsonl", {}):
+        assert (home / "answers.jsonl").is_file()
+
+
+def test_stores(home):
+    SuffixStore().save("~/store.json")
+    assert (home / "store.json").is_file()
+    SuffixStore.load("~/store.json")
