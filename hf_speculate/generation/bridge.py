@@ -214,7 +214,8 @@ def _speculate(
     if note.streamed:
         return prepared.start()
     others = (processors, criteria, streamer, note.speculator.drafter)
-    with undisturbed(model, *others), closing(prepared.rounds()) as rounds:
+    is_threaded = note.speculator.options.ahead
+    with undisturbed(model, *others, is_threaded=is_threaded), closing(prepared.rounds()) as rounds:
         for _ in rounds:
             pass
     if streamer is not None:

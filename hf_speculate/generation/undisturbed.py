@@ -9,6 +9,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from transformers.generation.logits_process import EtaLogitsWarper, TopHLogitsWarper, TypicalLogitsWarper
 
 from ..drafting import Drafter
 from ..models import GenerativeModel
@@ -17,21 +18,25 @@ from ..models import GenerativeModel
 # Packages whose code does not change a target while it generates.
 _PACKAGES = ("builtins", "transformers", "hf_speculate", "hf_speculate_plugins")
 
+# Processors that sum over the whole vocabulary. The number of threads changes the last bits of such a sum.
+_SUM_UP = (TypicalLogitsWarper, EtaLogitsWarper, TopHLogitsWarper)
+
 # Types that the caller may have put into processors and criteria of transformers.
 _CALLED = (FunctionType, MethodType, partial, nn.Module)
 
 
-def undisturbed(model: GenerativeModel, *others: Any) -> AbstractContextManager[None]:
+def undisturbed(model: GenerativeModel, *others: Any, is_threaded: bool = False) -> AbstractContextManager[None]:
     """A context for the forwards of a request. It tells a packed model that nobody changes it, if that is known.
 
     Args:
+        is_threaded: whether something else sets the number of PyTorch's threads meanwhile.
         others: objects that run between forwards: lists of processors and criteria, streamers, drafters. None is
             allowed.
     """
     forward: Any = vars(model).get("forward")
     if not hasattr(forward, "undisturbed") or not all(map(_is_known, _each(others))):
         return nullcontext()
-    return forward.undisturbed()
+    return forward.undisturbed(is_threaded or any(type(other) in _SUM_UP for other in _each(others)))
 
 
 def _each(others: Iterable[Any]) -> Iterable[Any]:

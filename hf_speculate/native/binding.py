@@ -63,8 +63,8 @@ class Library:
 
     Attributes:
         kinds: number of each block type and dense type in the kernel.
-        run_layers, find_runs, move, step, rank, grow, see, cut, draft, ask_for_large_pages, look_up: functions of the
-            library; the modules of this room call them.
+        run_layers, find_runs, move, step, rank, grow, see, cut, draft, ask_for_large_pages, look_up, team_size,
+            set_threads: functions of the library; the modules of this room call them.
         bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
         multiplies_bytes: whether the CPU has instructions that multiply bytes.
 
@@ -78,6 +78,8 @@ class Library:
         for name, result, arguments in (
             ("hfs_kind", integer, (ctypes.c_char_p,)),
             ("hfs_has_threads", flag, ()),
+            ("hfs_team_size", integer, (integer,)),
+            ("hfs_set_threads", None, (integer,)),
             ("hfs_bf16", integer, ()),
             ("hfs_bytes", flag, ()),
             ("hfs_tile_bytes", size, (integer, size)),
@@ -105,6 +107,7 @@ class Library:
         self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
         self.see, self.cut, self.draft = functions.hfs_see, functions.hfs_cut, functions.hfs_draft
         self.look_up = functions.hfs_look_up
+        self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         self.bf16: int = functions.hfs_bf16()

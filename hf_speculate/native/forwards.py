@@ -26,10 +26,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import output_capturing
 
 from ..cache import as_cache
+from ..scoring import base_module, effective_module
 from ..tree import TreeMask
 from .angles import FIXED_ROPE, AngleTable
 from .caches import Room
-from .fused import FusedForward, Snapshot, fuse_layers, is_captor, is_stock_attention
+from .crew import Crew
+from .fused import FusedForward, Snapshot, base_modules, fuse_layers, is_captor, is_stock_attention
 from .inputs import LAYER_TYPES, Inputs
 from .layer_parts import parts_of
 from .step import Angles, NativeStep, Scored, TextRows, num_positions
@@ -95,13 +97,16 @@ class CausalForward(_NativeForward):
     takes_tree_masks = True
     """A mark that `attention_mask` may be a `TreeMask`."""
 
-    def undisturbed(self) -> AbstractContextManager[None]:
+    def undisturbed(self, is_threaded: bool) -> AbstractContextManager[None]:
         """A context in which nobody changes the model between two forwards of this thread, except by registering hooks.
 
         One check of the model then holds for the next forwards too. A check takes 0.6 ms, a tenth of a small model's
         step: the weights have just filled all CPU caches, so everything checked comes from memory.
+
+        Args:
+            is_threaded: whether what runs between forwards needs the given number of threads (`Crew`).
         """
-        return nullcontext() if self._whole is None else self._whole.undisturbed()
+        return nullcontext() if self._whole is None else self._whole.undisturbed(is_threaded)
 
     def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
         """Moves entries of a cache that native forwards write (`cache.Mover`)."""
@@ -141,9 +146,9 @@ class _Whole:
         self._model, self._decoder = model, model.model
         self._layers, self._forwards = [forward.layer for forward in forwards], forwards
         decoder, layers = self._decoder, self._layers
-        around = [decoder.layers, decoder.embed_tokens, decoder.norm, decoder.rotary_emb, model.lm_head]
-        inner = [module for layer in layers for module in layer.modules() if module is not layer]
-        self._before = Snapshot([*around, *inner], [model, decoder, *layers])
+        around = map(base_module, (decoder.embed_tokens, decoder.norm, decoder.rotary_emb, model.lm_head))
+        inner = [module for layer in layers for module in base_modules(layer)]
+        self._before = Snapshot([decoder.layers, *around, *inner], [model, decoder, *layers])
         self._taps = [layer._forward_hooks for layer in layers]
         self._others = [
             hooks for each in (decoder, *layers) for hooks in (each._forward_pre_hooks, each._forward_hooks_with_kwargs)
@@ -162,10 +167,12 @@ class _Whole:
             named: keyword arguments of the decoder.
             num_scored: number of the last queries whose logits are wanted; None for all.
         """
+        look = self._looks.get(threading.get_ident())
+        if look is not None and look.crew is not None:
+            look.crew.restore()
         inputs, config = Inputs.of(named), self._decoder.config
         if inputs is None:
             return None
-        look = self._looks.get(threading.get_ident())
         is_known = look is not None and look.holds()
         step = look.step if look is not None and is_known else self._looked_at(config, look)
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
@@ -179,6 +186,8 @@ class _Whole:
         scored = self._scored(step, rows, keeps_states=wanted is not False or any(self._taps))
         if scored is None:
             return None
+        if look is not None and look.crew is not None:
+            look.crew.lower()
         room.count(rows.num_keys)
         self._show(scored)
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
@@ -191,14 +200,16 @@ class _Whole:
         return step
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self, is_threaded: bool) -> Iterator[None]:
         """The context of `CausalForward.undisturbed`."""
         thread = threading.get_ident()
         before = self._looks.get(thread)
-        self._looks[thread] = _Look()
+        look = self._looks[thread] = _Look(None if is_threaded else Crew())
         try:
             yield
         finally:
+            if look.crew is not None:
+                look.crew.restore()
             del self._looks[thread]
             if before is not None:
                 self._looks[thread] = before
@@ -224,9 +235,8 @@ class _Whole:
     def _current_step(self) -> NativeStep | None:
         """The weights, collected again if they were replaced or moved; None if the kernel cannot compute them now."""
         if self._step is None or not self._step.is_current():
-            decoder = self._decoder
-            parts = [parts_of(layer) for layer in self._layers]
-            self._step = NativeStep.of(parts, decoder.embed_tokens, decoder.norm, self._model.lm_head)
+            around = map(effective_module, (self._decoder.embed_tokens, self._decoder.norm, self._model.lm_head))
+            self._step = NativeStep.of([parts_of(layer) for layer in self._layers], *around)
         return self._step
 
     def _room(self, step: NativeStep, cache: Cache, size: Sequence[int], is_known: bool) -> Room | None:
@@ -273,9 +283,14 @@ class _Whole:
 
 
 class _Look:
-    """The result of checking the model before a forward."""
+    """The result of checking the model before a forward.
 
-    def __init__(self) -> None:
+    Args:
+        crew: threads between forwards; None if they stay as they are.
+    """
+
+    def __init__(self, crew: Crew | None) -> None:
+        self.crew = crew
         self.step: NativeStep | None = None
         self._num_hooks = -1
 

@@ -3,7 +3,7 @@
 The layers stay transformers' own. Only their `forward` first checks whether the kernel computes the same as the
 modules. It does not if somebody watches or has changed a layer (hooks, adapters, devices, gradients, autocast,
 attention outputs, graphs). Nor does it for unknown caches or masks, or too many rows. Then the modules run; they are
-the plain reference of the kernel.
+the plain reference of the kernel. PEFT's layers do not count while they only pass results on (`effective_module`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..cache import CACHE_NAME
-from ..scoring import grouped_sdpa
+from ..scoring import adapter_layers_around, base_module, grouped_sdpa, pass_on
 from .layer_parts import parts_of
 from .layers import NativeLayers
 from .rows import new_rows, served
@@ -93,7 +93,7 @@ class _LoadedLayer:
 
     def __init__(self, layer: Any):
         self._layer = layer
-        self._before = Snapshot([module for module in layer.modules() if module is not layer], [layer])
+        self._before = Snapshot(base_modules(layer), [layer])
         self._native: NativeLayers | None = None
 
     def run(self, arguments: _Arguments) -> Tensor | None:
@@ -125,8 +125,10 @@ class _LoadedLayer:
 class Snapshot:
     """The state of modules when they were loaded, to notice changes and hooks.
 
+    Children are noted without PEFT's layers around them, whose effect may change from forward to forward.
+
     Args:
-        modules: modules that nobody may watch or change.
+        modules: modules that nobody may watch or change, without PEFT's layers.
         parents: modules of which only the children must stay the same.
     """
 
@@ -134,17 +136,47 @@ class Snapshot:
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._attributes = [module.__dict__ for module in modules]
         self._children = [module._modules for module in (*modules, *parents) if module._modules]
-        self._children_before = [dict(children) for children in self._children]
+        self._children_before = _bases(self._children)
+        self._adapted = _NOT_ADAPTED
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
         return (
             (not any(self._hooks) or _sleep(filter(None, self._hooks)))
             and not any(map(operator.contains, self._attributes, repeat("forward")))
-            and self._children == self._children_before
+            and self._are_children_the_same()
             and not torch_modules._global_forward_hooks
             and not torch_modules._global_forward_pre_hooks
         )
+
+    def _are_children_the_same(self) -> bool:
+        """Whether the children are those before, or in layers of PEFT that only pass results on."""
+        if self._children == self._children_before:
+            self._adapted = _NOT_ADAPTED  # keeps no adapters alive
+            return True
+        watched, known, layers = self._adapted
+        if not known or watched != known:
+            around = [adapter_layers_around(child) for of in self._children for child in of.values()]
+            layers = list(chain.from_iterable(around))
+            watched = [*self._children, *(layer._modules for layer in layers)]
+            layers = layers if _bases(self._children) == self._children_before else None
+            self._adapted = watched, [dict(of) for of in watched], layers
+        return layers is not None and pass_on(layers)
+
+
+_Children = list[dict[str, Any]]
+_NOT_ADAPTED: tuple[_Children, _Children, list[Any] | None] = [], [], None
+"""Children that were looked at, a copy of them, and the layers of PEFT around them; None if other modules changed."""
+
+
+def _bases(children: Sequence[dict[str, Any]]) -> _Children:
+    return [{name: base_module(child) for name, child in of.items()} for of in children]
+
+
+def base_modules(module: nn.Module) -> list[nn.Module]:
+    """All modules below another one, each once, without PEFT's layers."""
+    children = [base_module(child) for child in module.children()]
+    return list(dict.fromkeys(chain(children, *map(base_modules, children))))
 
 
 def is_stock_attention(config: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..scoring import adapter_layers_around, base_module, pass_on
 from . import binding
 from .backends import NativeBackend
 from .modules import PackedMatrix, Projection
@@ -155,10 +156,14 @@ def parts_of(layer: Any) -> LayerParts | None:
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation not in _IS_GELU:
         return None
+    children = [child for module in (layer, attention, layer.mlp) for child in module.children()]
+    if not all(pass_on(adapter_layers_around(child)) for child in children):
+        return None
+    of_norms: dict[str, Any] = {name: base_module(getattr(layer, module)) for name, module in norms.items()}
     parts = LayerParts.of(
         attention,
         layer.mlp,
-        {name: getattr(layer, module) for name, module in norms.items()},
+        of_norms,
         sizes={
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
@@ -166,11 +171,16 @@ def parts_of(layer: Any) -> LayerParts | None:
             "head_dim": attention.head_dim,
             "inner": config.intermediate_size,
         },
-        eps=epsilon_of(layer.input_layernorm),
+        eps=epsilon_of(of_norms["attention_norm"]),
         scale=attention.scaling,
-        norm_shift=shift_of(layer.input_layernorm),
+        norm_shift=shift_of(of_norms["attention_norm"]),
         gelu=_IS_GELU[activation],
         window=getattr(attention, "sliding_window", None),
+    )
+    parts = replace(
+        parts,
+        norms={name: base_module(norm) for name, norm in parts.norms.items()},
+        projections={name: base_module(projection) for name, projection in parts.projections.items()},
     )
     is_packed = any(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
     has_one_eps = all(epsilon_of(norm) == parts.eps for norm in parts.norms.values())

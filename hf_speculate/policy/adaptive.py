@@ -41,6 +41,7 @@ LOSS_CARRIED = 3.0
 # limit keeps such a round from stopping drafts for long.
 _DEBT = 0.1
 _STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
+_PATIENCE = 0.95  # share of a surcharge that may still be paid back one round later
 _DEEPEST = 16  # levels; a draft that may go this deep has no limit
 # Rounds without a draft after which a drafting time from one or two observations is not believed any more. The first
 # drafts may be slow for reasons of their own, and nothing else would ever correct such a time.
@@ -102,6 +103,7 @@ class AdaptiveSession(PolicySession):
         self._costs_by_size = {batch_size: costs}
         known.balance = min(max(known.balance, 0.0), LOSS_CARRIED)
         self._num_idle = 0
+        self._surcharge = 0.0
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
 
@@ -153,24 +155,47 @@ class AdaptiveSession(PolicySession):
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
         taken = round.seconds.total - round.seconds.drafting
         costs.rounds.record(costs.width(drafted), taken, context)
-        seconds = charged = costs.verifying(drafted, context)
+        seconds = costs.verifying(drafted, context)
+        charged = undisturbed = seconds / self._plain
         if drafted:
-            charged = _charged(taken, seconds, costs.rounds.is_established(costs.width(drafted), context))
+            is_known = costs.rounds.is_established(costs.width(drafted), context)
+            charged, undisturbed = self._charged(taken, seconds, is_known)
         if self._deepening is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
-            charged += _charged(round.seconds.drafting, expected, is_known)
+            more = self._charged(round.seconds.drafting, expected, is_known)
+            charged, undisturbed = charged + more[0], undisturbed + more[1]
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        charged /= self._plain
         self._num_idle = 0 if self._deepening is not None else self._num_idle + 1
         self.known.num_idle = 0 if self._deepening is not None else self.known.num_idle + 1
-        won = LOSS_SHARE * charged + (tokens - charged if self._deepening is not None else 0.0)
-        self.known.balance = min(max(self.known.balance + won, -_DEBT), _BANK)
+        self._book(tokens if self._deepening is not None else None, charged, undisturbed)
         if drafted:
             self.known.nodes.add(drafted)
             self._learn_nodes(round, rows)
+
+    def _charged(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
+        """One-token forwards to charge the balance for, and those of a machine that nobody else uses.
+
+        Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
+        about drafting.
+        """
+        near = min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
+        return (near if is_known else max(taken, expected)) / self._plain, near / self._plain
+
+    def _book(self, tokens: float | None, charged: float, undisturbed: float) -> None:
+        """Books a round: `tokens` are those of a round with a draft. A surcharge is paid back if the machine turns out
+        to be busy soon."""
+        balance = self.known.balance
+        after, without = (
+            min(max(balance + LOSS_SHARE * cost + (0.0 if tokens is None else tokens - cost), -_DEBT), _BANK)
+            for cost in (charged, undisturbed)
+        )
+        self._surcharge = self._surcharge * _PATIENCE + max(without - after, 0.0)
+        if self._costs.rounds.are_restless:
+            after, self._surcharge = min(after + self._surcharge, _BANK), 0.0
+        self.known.balance = after
 
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:
         """Learns from the time that a draft took. Returns the time expected for such a draft, and whether that estimate
@@ -272,15 +297,6 @@ class AdaptiveSession(PolicySession):
     def close(self) -> None:
         if self._keep is not None:
             self._keep(self.known)
-
-
-def _charged(taken: float, expected: float, is_known: bool) -> float:
-    """Seconds to charge the balance for.
-
-    Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
-    about drafting.
-    """
-    return min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected) if is_known else max(taken, expected)
 
 
 def _largest(limit: int, is_possible: Callable[[int], bool]) -> int:

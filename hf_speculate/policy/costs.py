@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,10 @@ from ..drafting import rising
 _FIRST = 2  # observations that make a class reliable; until then the shortest one counts
 _WARM_UP = 0.25  # weight of the first observation of a size; later ones weigh 1
 _STEP = 0.02  # largest relative change by one later observation: times have outliers on one side
+# The machine is busy if a quarter of the last rounds took so many times as long, relative to what was expected, as
+# another quarter did.
+_RESTLESS = 1.2
+_NUM_RECENT = 12
 # Assumed cost of a node and of a level before any was timed, in one-token forwards; low, so that it is tried.
 _PER_NODE = 0.02
 _PER_LEVEL = 0.1
@@ -169,6 +174,7 @@ class Timings:
         self._curve, self._like = curve, like
         self._tables: dict[int, _Table] = {}
         self._sizes: set[int] = set()  # sizes with an observation
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # seconds, in those that were expected
         # how slow the machine is at the moment, relative to its average
         self._slowness = 1.0 if like is None else like._slowness
 
@@ -199,7 +205,16 @@ class Timings:
             self._tables = {**self._tables, octave: self._table(context)}
         is_warm_up = size not in self._sizes
         self._sizes.add(size)
+        if self.is_established(size, context):  # others are only guessed
+            self._recent.append(seconds / max(self.at(size, context), 1e-9))
         self._slowness *= self._tables[octave].record(size, seconds / self._slowness, is_warm_up)
+
+    @property
+    def are_restless(self) -> bool:
+        """Whether recent observations differ much from each other: other processes use the machine."""
+        recent = sorted(self._recent)
+        quarter = len(recent) // 4
+        return len(recent) > 2 and recent[-1 - quarter] > _RESTLESS * recent[quarter]
 
     def observations(self) -> list[tuple[int, int, float]]:
         """(context, size, seconds) of all reliable estimates."""

@@ -23,6 +23,7 @@ from ..errors import SpeculateError
 from ..files import json_writer, read_json, replace_files
 from .contract import PolicyRequest
 from .costs import RoundCosts
+from .machine import OtherProcesses
 
 
 SWITCH = "HF_SPECULATE_KEEP_COSTS"  # "0" turns reading and writing off
@@ -40,6 +41,7 @@ class KeptCosts(RoundCosts):
 
     def __init__(self, request: PolicyRequest):
         self._path = _path(request)
+        self._others = OtherProcesses()
         self._next_write = 0.0
         known = None if self._path is None else _read(self._path)
         super().__init__(known, request.widths)
@@ -48,14 +50,20 @@ class KeptCosts(RoundCosts):
     def keep(self) -> None:
         """Writes the costs to disk about once a minute, on a thread, as a disk may be slow.
 
-        A process that has hardly drafted writes nothing: it would overwrite what an earlier process has learnt.
+        A process that has hardly drafted writes nothing: it would overwrite what an earlier process has learnt. Nor
+        does one beside which others have been busy in the last minute: its costs do not hold when they have ended.
         """
         if self._path is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
             return
         content = _observations(self)
         if not content["drafting"] or sum(map(len, content.values())) < self._num_known:
             return
+        are_in_the_way = self._others.are_in_the_way()
+        if are_in_the_way is None:
+            return
         self._next_write = time.monotonic() + _EVERY_SECONDS
+        if are_in_the_way:
+            return
         with suppress(RuntimeError):  # no more threads
             Thread(target=_write, args=(self._path, content)).start()
 

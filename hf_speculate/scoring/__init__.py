@@ -8,7 +8,11 @@ and PEFT attach to a model: hooks, adapters, device maps. No code here names an 
 from .adapters import activated_lora as activated_lora
 from .adapters import active_adapters as active_adapters
 from .adapters import adapter_fingerprints as adapter_fingerprints
+from .adapters import adapter_layers_around as adapter_layers_around
+from .adapters import base_module as base_module
+from .adapters import effective_module as effective_module
 from .adapters import outdated_peft as outdated_peft
+from .adapters import pass_on as pass_on
 from .adapters import prompt_learning as prompt_learning
 from .adapters import sample_bytes as sample_bytes
 from .attention import TreeAttention as TreeAttention

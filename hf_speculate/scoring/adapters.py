@@ -1,13 +1,16 @@
 """The PEFT adapters that a target computes with: what a drafter learns holds only for these.
 
-PEFT is not imported; its layers are recognised by their attributes. The text never depends on what is found here.
+PEFT is not imported; its layers are recognised by their attributes or their module. Of what is found here, only
+`pass_on` decides what computes a text.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,6 +46,49 @@ def prompt_learning(model: GenerativeModel) -> Any:
     prepare = getattr(model.prepare_inputs_for_generation, "__self__", model)
     config: Any = getattr(prepare, "active_peft_config", None)
     return config if prepare is not model and getattr(config, "is_prompt_learning", False) else None
+
+
+def base_module(module: nn.Module) -> nn.Module:
+    """The module that PEFT has put its layers around; the module itself if there are none."""
+    layers = adapter_layers_around(module)
+    return layers[-1].base_layer if layers else module
+
+
+def effective_module(module: nn.Module) -> nn.Module:
+    """The module inside PEFT's layers if they only pass its result on, else the module itself."""
+    return base_module(module) if pass_on(adapter_layers_around(module)) else module
+
+
+def adapter_layers_around(module: Any) -> list[Any]:
+    """PEFT's layers around a module, the outermost one first: the module may be one of them."""
+    layers = []
+    while type(module).__module__.startswith("peft.tuners.") and "base_layer" in module._modules:
+        layers.append(module)
+        module = module.base_layer
+    return layers
+
+
+def pass_on(layers: Sequence[Any]) -> bool:
+    """Whether PEFT's layers only pass on the results of the modules inside them.
+
+    A layer does that if it is disabled, or if it is LoRA for other adapters than the active ones. It must also be as
+    PEFT made it: a merged adapter changes weights, and a hook may change inputs.
+    """
+    return (
+        not any(chain.from_iterable(map(_CHANGES, layers)))
+        and not any("forward" in vars(layer) for layer in layers)
+        and (all(map(_IS_OFF, layers)) or all(_IS_OFF(layer) or _is_for_others(layer) for layer in layers))
+    )
+
+
+# Read by C code: a model has hundreds of layers, and the check may run before every forward.
+_CHANGES = attrgetter("merged_adapters", "_forward_pre_hooks", "_forward_hooks")
+_IS_OFF = attrgetter("_disable_adapters")
+
+
+def _is_for_others(layer: Any) -> bool:
+    is_lora = type(layer).__module__.startswith("peft.tuners.lora.")
+    return is_lora and not any(name in layer.lora_A or name in layer.lora_embedding_A for name in layer.active_adapters)
 
 
 def outdated_peft() -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 
+import peft
 import pytest
 import torch
 from transformers import TextIteratorStreamer
 
 from hf_speculate import AutoSpeculator, load_gguf
 from hf_speculate.commands import builtin_prompts, bundled, read_prompts, tokenize
+from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.models import SMOLLM2
 from hf_speculate.testing import check_lossless
 from hf_speculate_plugins.commands.convert import convert_checkpoint
@@ -140,6 +143,54 @@ def test_two_hundred_real_prompts(exact, shared_root, request_):
         mine = short[number :: len(speculators)]
         report = check_lossless(model, speculator, mine, max_new_tokens=32, seeds=seeds, **request_)
         assert report.num_identical == len(mine)
+
+
+def with_lora(model):
+    """A mild adapter: it moves the logits, and the texts stay texts."""
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    target = peft.get_peft_model(model, config).eval()
+    for name, parameter in target.named_parameters():
+        parameter.data *= 0.1 if "lora_B" in name else 1
+    return target
+
+
+def hooked(model, layers):
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+CHANGES = {
+    "adapter off": with_lora,
+    "adapter on": with_lora,
+    "a hook on one MLP": lambda model: hooked(model, model.model.layers[3:4]),
+    "hooks on all MLPs": lambda model: hooked(model, model.model.layers),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("backend", ["native", "native-int8"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_texts_where_modules_compute(file, shared_root, change, backend, exact):
+    """bf16: prints the share of equal texts, which docs/quantised-targets.md states. All others are ties."""
+    model, tokenizer = load_gguf(file, dtype=torch.bfloat16, backend=backend)
+    first = read_prompts(shared_root / "data" / "prompts" / "spec_bench.jsonl", 4)
+    prompts = [*chats(tokenizer), *(ids for _, ids in tokenize(first, tokenizer, use_chat_template=True))]
+    target = CHANGES[change](model)
+    speculator = AutoSpeculator.from_name("prompt_lookup", model, exact=exact)
+    options = {"max_new_tokens": 48, "tolerance": 0.1 if backend == "native-int8" else None}
+    with ExitStack() as stack:
+        if change == "adapter off":
+            stack.enter_context(target.disable_adapter())
+        if exact and change == "a hook on one MLP":
+            stack.enter_context(pytest.raises(UnsupportedRequestError, match="layer 3 is not computed by the kernel"))
+        for request, seeds in ((GREEDY, (None,)), (SAMPLED, (3,))):
+            report = check_lossless(target, speculator, prompts, seeds=seeds, **options, **request)
+            print(f"\n{change}, {backend}, {exact=}, {request}: {report.num_identical} of 16 texts equal")  # noqa: T201
+            assert report.num_cases == 16
+            assert report.num_identical == 16 or not (exact or change == "adapter off")
 
 
 @pytest.mark.slow

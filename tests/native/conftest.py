@@ -11,6 +11,7 @@ from filelock import FileLock
 
 from hf_speculate.gguf import load_model
 from hf_speculate.native import binding as native
+from hf_speculate.native.layers import CallStructure
 
 from ..support.packed import write_model
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
@@ -75,3 +76,20 @@ def load(packed_file):
 def write(tmp_path):
     """Writes a random model, see `write_model`; returns its path."""
     return partial(write_model, tmp_path / "model.gguf")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Layers in each native call."""
+    counts, library = [], native.library()
+
+    def counting(run):
+        def count(address):  # a step begins with the call of its layers
+            counts.append(CallStructure.from_address(address).num_layers)
+            return run(address)
+
+        return count
+
+    for name in ("run_layers", "step"):
+        monkeypatch.setattr(library, name, counting(getattr(library, name)))
+    return counts

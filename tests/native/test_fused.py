@@ -13,7 +13,7 @@ from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache
 from hf_speculate.native import binding as native
 from hf_speculate.native.forwards import fuse
 from hf_speculate.native.fused import FusedForward
-from hf_speculate.native.layers import MOST_ROWS, CallStructure
+from hf_speculate.native.layers import MOST_ROWS
 from hf_speculate.scoring.attention import TreeAttention, fold
 
 from ..support.packed import OTHER_CPUS, ids, modules_only, padded
@@ -22,23 +22,6 @@ from ..support.packed import OTHER_CPUS, ids, modules_only, padded
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
 
 RECIPES = ["Q4_0", "Q8_0", "Q2_K", "mixed", "Q4_K_M", "some dense"]
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Layers in each native call."""
-    counts, library = [], native.library()
-
-    def counting(run):
-        def count(address):  # a step begins with the call of its layers
-            counts.append(CallStructure.from_address(address).num_layers)
-            return run(address)
-
-        return count
-
-    for name in ("run_layers", "step"):
-        monkeypatch.setattr(library, name, counting(getattr(library, name)))
-    return counts
 
 
 @torch.no_grad()

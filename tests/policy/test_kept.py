@@ -6,10 +6,12 @@ import json
 import threading
 
 import pytest
+import torch
 
 from hf_speculate.policy import Adaptive, PolicyRequest, Situation
 from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.policy.kept import KeptCosts
+from hf_speculate.policy.machine import CpuSeconds, OtherProcesses
 
 
 def costs_of(plain, per_node, level):
@@ -26,6 +28,7 @@ def costs_of(plain, per_node, level):
 def request_(tmp_path, monkeypatch, tiny_model):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_SPECULATE_KEEP_COSTS", "1")
+    monkeypatch.setattr(OtherProcesses, "are_in_the_way", lambda others: False)
     return PolicyRequest(target=tiny_model(), batch_size=1, drafter="some")
 
 
@@ -128,3 +131,29 @@ def test_who_has_learnt_less_replaces_nothing(request_, tmp_path):
     assert KeptCosts(request_).plain(100) == pytest.approx(0.02, rel=0.05)
     write(request_, costs_of(0.03, 0.001, 0.004))
     assert KeptCosts(request_).plain(100) == pytest.approx(0.03, rel=0.05)
+
+
+@pytest.mark.parametrize("are_in_the_way", [True, None])
+def test_costs_of_a_busy_hour_are_not_kept(request_, tmp_path, monkeypatch, are_in_the_way):
+    monkeypatch.setattr(OtherProcesses, "are_in_the_way", lambda others: are_in_the_way)
+    kept = write(request_, costs_of(0.02, 0.001, 0.004))
+    assert not written(tmp_path)
+    monkeypatch.setattr(OtherProcesses, "are_in_the_way", lambda others: False)
+    keep(kept)
+    assert bool(written(tmp_path)) == (are_in_the_way is None), "a minute later at the earliest"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "others", "own", "expected"),
+    [
+        (10.0, 2.0, 20.0, False),
+        (10.0, 19.0, 20.0, False),  # two of four cores are left
+        (10.0, 24.0, 16.0, True),
+        (10.0, 25.0, 5.0, True),  # however little this process used
+        (0.1, 9.0, 0.1, None),
+    ],
+)
+def test_others_are_in_the_way_if_they_leave_too_few_cores(monkeypatch, seconds, others, own, expected):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    looks = iter([CpuSeconds(5.0, 100.0, 40.0, 4), CpuSeconds(5.0 + seconds, 100.0 + others + own, 40.0 + own, 4)])
+    assert OtherProcesses(looks.__next__).are_in_the_way() is expected

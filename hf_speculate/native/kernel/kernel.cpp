@@ -33,6 +33,12 @@ int hfs_kind(const char* name) {
 
 bool hfs_has_threads() { return has_threads(); }
 
+int hfs_team_size(int most) { return crew.size(most); }
+
+void hfs_set_threads(int count) {
+  if (omp_set_num_threads) omp_set_num_threads(count);
+}
+
 // Instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for vdpbf16ps, 2 for AMX.
 int hfs_bf16() {
 #if HAS_BF16

@@ -4,8 +4,13 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <mutex>
+#include <new>
+#include <thread>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -17,38 +22,96 @@
 // Functions of the OpenMP library that torch uses, so that its threads are ours.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 extern "C" int omp_get_num_threads() __attribute__((weak));
+extern "C" void omp_set_num_threads(int) __attribute__((weak));
 extern "C" int omp_pause_resource_all(int) __attribute__((weak));
 
 namespace {
 
 inline bool has_threads() { return GOMP_parallel && omp_get_num_threads; }
 
+inline int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+// How many threads the teams of this process use.
+//
+// A thread whose core another process takes holds up all the others, at each of a forward's hundred steps. Two threads
+// on one free core are then slower than one. So waits are counted, and where they cost more than a thread is worth,
+// teams go on with one thread less. Later they try again: soon at first, since most disturbances are short.
+class Crew {
+ public:
+  // The number of threads for a team that begins now and may have `most`.
+  int at_most(int most, int64_t now) {
+    if (most < 2 || !absent.load(std::memory_order_relaxed)) return most;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (absent && now >= next_try) {
+      absent--;
+      last_try = now, next_try = now + pause;
+    }
+    return size(most);
+  }
+
+  // Notes that a team of `size` threads waited for one of them from `since` to `now`. Returns whether one is to leave.
+  bool loses(int64_t since, int64_t now, int size) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    lost = std::max<int64_t>(lost - std::max<int64_t>(since - last_loss, 0) / (2 * size), 0) + (now - since);
+    last_loss = now;
+    const bool is_trial = last_try && now - last_try < SHORTEST;
+    if (lost <= (is_trial ? MOST_LOST / 3 : MOST_LOST)) return false;
+    lost = 0;
+    absent++;
+    pause = last_try && now - last_try <= 4 * pause ? std::min(2 * pause, LONGEST) : SHORTEST;
+    next_try = now + pause;
+    return true;
+  }
+
+  // The present number of threads of a team that may have `most`.
+  int size(int most) const { return std::max(most - absent.load(std::memory_order_relaxed), 1); }
+
+ private:
+  static constexpr int64_t MILLISECOND = 1000000, MOST_LOST = 3 * MILLISECOND;
+  static constexpr int64_t SHORTEST = 10 * MILLISECOND, LONGEST = 320 * MILLISECOND;
+
+  std::mutex mutex;
+  std::atomic<int> absent{0};
+  // Nanoseconds; 0: never. `lost`: waits, less a share of the time that passed: half of what one thread adds.
+  int64_t lost = 0, last_loss = 0, last_try = 0, next_try = 0, pause = SHORTEST;
+};
+
+Crew crew;
+
 // A forked process has no threads, and OpenMP would wait for them for ever. So a process ends its threads before it
-// forks; both processes start new ones when they need them.
+// forks; both processes start new ones when they need them. Locks of threads that do not exist are never opened.
 const int watches_forks = pthread_atfork(
     [] {
       constexpr int soft = 1;
       if (omp_pause_resource_all) omp_pause_resource_all(soft);
     },
-    nullptr, nullptr);
+    nullptr, [] { new (&crew) Crew; });
 
-// Threads that do the same steps, each step together.
+// Threads that do the same steps, each step together. Every thread has its own object. The calling thread is number 0.
 class Team {
  public:
   // Runs body(team, thread number) in all available threads, at most `threads`.
   template <class Body> static void run(int threads, const Body& body) {
     struct Job {
       const Body& body;
-      Team team;
-      std::atomic<int> tickets{0};
+      const std::thread::id caller = std::this_thread::get_id();
+      Shared shared;
+      std::atomic<int> others{0};
     } job{body};
     auto work = [](void* data) {
       Job& job = *(Job*)data;
-      job.team.size = has_threads() ? omp_get_num_threads() : 1;  // not always the number that was asked for
-      job.body(job.team, job.tickets.fetch_add(1));
+      job.shared.size = has_threads() ? omp_get_num_threads() : 1;  // not always the number that was asked for
+      const int number = std::this_thread::get_id() == job.caller ? 0 : ++job.others;
+      Team team(job.shared, number);
+      job.body(team, number);
     };
-    if (threads > 1 && has_threads()) GOMP_parallel(work, &job, threads, 0);
-    else job.team.size = 1, job.body(job.team, 0);
+    threads = crew.at_most(threads, nanoseconds());
+    if (threads > 1 && has_threads()) {
+      GOMP_parallel(work, &job, threads, 0);
+    } else {
+      Team alone(job.shared, 0);
+      job.body(alone, 0);
+    }
   }
 
   // Runs body(i) for 0 .. count. Returns when all are done.
@@ -58,26 +121,41 @@ class Team {
     });
   }
 
-  // Runs body(begin, end) over 0 .. count in pieces. Returns when all are done.
+  // Runs body(begin, end) over 0 .. count in pieces. Returns when all are done; at once in a thread that has left.
   template <class Body> void share(int64_t count, const Body& body) {
+    const int size = shared.size;
+    if (number >= size) return;
     if (size == 1) return body(0, count);
     const int64_t step = count / (8 * size) + 1;
-    for (int64_t i; (i = next.fetch_add(step)) < count;) body(i, i + step < count ? i + step : count);
+    for (int64_t i; (i = shared.next.fetch_add(step)) < count;) body(i, i + step < count ? i + step : count);
     wait();
   }
 
  private:
+  struct Shared {
+    std::atomic<int> size{1}, arrived{0}, round{0}, sleeping{0};
+    std::atomic<int64_t> next{0}, waiting_since{0};  // 0: nobody waits for long
+  };
+
+  Team(Shared& shared, int number) : shared(shared), number(number) {}
+
+  // The last thread to arrive lets the others go on. They wait meanwhile, so it may change what they share: where waits
+  // cost too much, the thread with the highest number leaves.
   void wait() {
-    const int now = round.load();
-    if (arrived.fetch_add(1) + 1 == size) {
-      arrived = 0;
-      next = 0;
-      round.store(now + 1);
-      if (sleeping.load()) wake();
+    const int now = shared.round, size = shared.size;
+    if (shared.arrived.fetch_add(1) + 1 == size) {
+      const int64_t since = shared.waiting_since.exchange(0);
+      if (since && crew.loses(since, nanoseconds(), size)) shared.size = size - 1;
+      shared.arrived = 0;
+      shared.next = 0;
+      shared.round.store(now + 1);
+      if (shared.sleeping.load()) wake();
       return;
     }
-    for (int turns = 0; round.load(std::memory_order_acquire) == now; turns++) {
-      if (turns > MOST_TURNS) sleep(now);
+    int64_t since = 0;
+    for (int turns = 0; shared.round.load(std::memory_order_acquire) == now; turns++) {
+      if (turns == FEW_TURNS) since = nanoseconds();
+      if (turns > MOST_TURNS) sleep(now, since);
 #if defined(__x86_64__)
       else __builtin_ia32_pause();
 #endif
@@ -86,13 +164,15 @@ class Team {
 
   // Another process uses the core of a thread that we wait for. Sleeping frees our core for that thread: the system
   // moves a waiting thread to the core of a sleeping one, but not to that of one that only yields.
-  static constexpr int MOST_TURNS = 2000;
+  static constexpr int FEW_TURNS = 16, MOST_TURNS = 2000;
 
-  void sleep(int now) {
+  void sleep(int now, int64_t since) {
+    int64_t nobody = 0;
+    shared.waiting_since.compare_exchange_strong(nobody, since);
 #if HAS_FUTEX
-    sleeping++;
-    syscall(SYS_futex, &round, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
-    sleeping--;
+    shared.sleeping++;
+    syscall(SYS_futex, &shared.round, FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
+    shared.sleeping--;
 #else
     sched_yield();
 #endif
@@ -100,12 +180,12 @@ class Team {
 
   void wake() {
 #if HAS_FUTEX
-    syscall(SYS_futex, &round, FUTEX_WAKE_PRIVATE, size.load(), nullptr, nullptr, 0);
+    syscall(SYS_futex, &shared.round, FUTEX_WAKE_PRIVATE, shared.size.load() + 1, nullptr, nullptr, 0);
 #endif
   }
 
-  std::atomic<int> size{1}, arrived{0}, round{0}, sleeping{0};
-  std::atomic<int64_t> next{0};
+  Shared& shared;
+  const int number;
 };
 
 // Runs body(i) for 0 .. count on torch's threads.

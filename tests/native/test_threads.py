@@ -1,0 +1,104 @@
+"""Teams of threads, compiled alone: they get smaller where waiting for a thread costs too much, and grow again."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_speculate.native import binding
+
+
+pytestmark = pytest.mark.usefixtures("needs_kernel")
+
+# "late": one of two threads is late at each of 200 steps; prints how many threads came to the end, at which step the
+# late one was when the caller did, the size of the next team, and the sum of what was done. "waits": each further word
+# is a wait of that many microseconds ("w" of 2 threads, "q" of 4), or a pause ("p") after which a team begins; prints
+# the size of a team of 4 after each. Time is simulated.
+PROGRAM = r"""
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include "threads.h"
+
+void late() {
+  std::atomic<int64_t> done{0};
+  std::atomic<int> ended{0}, late_step{0}, late_step_at_end{0};
+  Team::run(2, [&](Team& team, int number) {
+    for (int step = 0; step < 200; step++) {
+      if (number) late_step = step, std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      team.each(64, [&](int64_t i) { done += i + step; });
+    }
+    if (!number) late_step_at_end = late_step.load();
+    ended++;
+  });
+  printf("%d %d %d %lld\n", ended.load(), late_step_at_end.load(), crew.size(2), (long long)done.load());
+}
+
+int main(int count, char** given) {
+  if (std::string(given[1]) == "late") return late(), 0;
+  Crew crew;
+  int64_t now = 1000000000;
+  for (int i = 2; i < count; i++) {
+    const int64_t time = atof(given[i] + 1) * 1000;
+    now += time;
+    if (*given[i] == 'p') crew.at_most(4, now);
+    else crew.loses(now - time, now, *given[i] == 'q' ? 4 : 2);
+    printf("%d ", crew.size(4));
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Callable[..., list[int]]:
+    """Runs the program; returns the numbers that it prints."""
+    folder = tmp_path_factory.mktemp("threads")
+    source, program = folder / "teams.cpp", folder / "teams"
+    source.write_text(PROGRAM)
+    headers = Path(binding.__file__).parent / "kernel"
+    command = [*binding.find_compiler(), "-std=c++17", "-O1", "-pthread", f"-I{headers}", "-o", program, source]
+    subprocess.run([*command, "-Wl,--no-as-needed", "-lgomp"], check=True, capture_output=True)
+
+    def run(*given: str) -> list[int]:
+        printed = subprocess.run([program, *given], check=True, capture_output=True, text=True, timeout=60).stdout
+        return [int(number) for number in printed.split()]
+
+    return run
+
+
+def test_a_late_thread_leaves_and_the_others_do_all_the_work(run):
+    ended, late_step, size, done = run("late")
+    assert (ended, size) == (2, 1)
+    assert late_step < 150, "the caller has waited for a thread that is not needed"
+    assert done == sum(i + step for step in range(200) for i in range(64))
+
+
+def test_short_waits_now_and_then_change_nothing(run):
+    assert set(run("waits", *["w900", "p9100"] * 50)) == {4}  # 9 % of the time
+
+
+def test_frequent_waits_cost_a_thread_however_short_they_are(run):
+    sizes = run("waits", *["w40", "p30"] * 300)
+    assert 3 in sizes[: 2 * 3000 // 20]
+    assert sizes[0] == 4
+
+
+def test_each_long_wait_costs_one_thread(run):
+    assert run("waits", "q4000", "q4000", "q4000", "q4000") == [3, 2, 1, 1]
+
+
+def test_teams_try_again_soon_and_ever_later_while_that_fails(run):
+    failing = ["w4000", "p10000", "w1100", "p20000", "w1100", "p40000", "w1100"]
+    assert run("waits", *failing) == [3, 4, 3, 4, 3, 4, 3]
+    assert run("waits", *failing[:3], "p19000") == [3, 4, 3, 3]
+    for_long = ["w4000", *["p320000", "w1100"] * 20]
+    assert run("waits", *for_long)[-2:] == [4, 3], "no pause is longer than 320 ms"
+
+
+def test_after_a_quiet_time_pauses_are_short_again(run):
+    failing = ["w4000", "p10000", "w1100", "p20000", "w1100", "p40000"]
+    assert run("waits", *failing, "p900000", "w4000", "p10000")[-2:] == [3, 4]
