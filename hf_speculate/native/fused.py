@@ -108,6 +108,12 @@ class _LoadedLayer:
         cos, sin = (states.contiguous() for states in rotary)
         if layers is None or not cos.dtype is sin.dtype is inputs.dtype:
             return None
+        # Embeddings of another width, and positions of another number of rows, are the modules' to judge: the kernel
+        # would read what is not there.
+        (batch_size, num_queries, width), (_, head_dim) = inputs.shape, layers.heads
+        angles = [(rows, num_queries, head_dim) for rows in (1, batch_size)]
+        if width != layers.width or cos.shape != sin.shape or cos.shape not in angles:
+            return None
         rows = new_rows(layers, inputs, cache, attention.layer_idx, arguments.attention_mask)
         return None if rows is None else rows.run(inputs, (cos, sin))[0]
 

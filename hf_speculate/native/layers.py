@@ -147,6 +147,7 @@ class NativeLayers:
         dtype: dtype of states and caches.
         rounds: whether inputs of packed matrices are rounded to bytes.
         heads: number of KV heads, and their size.
+        width: hidden size.
         windows: window of each layer (`LayerParts`).
     """
 
@@ -158,6 +159,7 @@ class NativeLayers:
         self.rounds = layers[0].rounds() or False
         self.dtype = self._weights.dtype
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
+        self.width = layers[0].sizes["hidden"]
         self.windows = [layer.window for layer in layers]
         self._window = max((window for window in self.windows if window is not None), default=0)
 

@@ -333,6 +333,23 @@ def test_what_the_kernel_does_not_serve_is_left_to_the_modules(load, calls):
     assert not calls
 
 
+def test_positions_and_embeddings_of_another_shape_are_left_to_the_modules(load, calls):
+    """The kernel would read what is not there. A chunked prefill of embeddings has positions for its ids alone."""
+    model, text = load(dtype=torch.float32), ids(1, 6)
+    twin, embeddings = modules_only(model), model.model.embed_tokens(text)
+    one_for_all = {"inputs_embeds": embeddings, "position_ids": torch.tensor([[5]])}
+    found, expected = (each(**one_for_all, use_cache=True).logits for each in (model, twin))
+    torch.testing.assert_close(found, expected)
+    for each in (model, twin):
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            each(inputs_embeds=embeddings, position_ids=torch.arange(3)[None], use_cache=True)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            each(inputs_embeds=embeddings[..., :128], use_cache=True)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            each.generate(inputs_embeds=embeddings, max_new_tokens=2, prefill_chunk_size=3)
+    assert not calls
+
+
 def test_caches_are_used_as_they_are(load, calls):
     """Plain caches become ones that are appended in place; cut, reordered and repeated they go on."""
     model, text = load(), ids(2, 8)
