@@ -214,7 +214,7 @@ def _speculate(
     if note.streamed:
         return prepared.start()
     others = (processors, criteria, streamer, note.speculator.drafter)
-    is_threaded = note.speculator.options.ahead
+    is_threaded = note.speculator.options.ahead or bool(note.speculator.options.compile)
     with undisturbed(model, *others, is_threaded=is_threaded), closing(prepared.rounds()) as rounds:
         for _ in rounds:
             pass

@@ -9,7 +9,12 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
-from transformers.generation.logits_process import EtaLogitsWarper, TopHLogitsWarper, TypicalLogitsWarper
+from transformers.generation.logits_process import (
+    EtaLogitsWarper,
+    SynthIDTextWatermarkLogitsProcessor,
+    TopHLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from ..drafting import Drafter
 from ..models import GenerativeModel
@@ -19,7 +24,7 @@ from ..models import GenerativeModel
 _PACKAGES = ("builtins", "transformers", "hf_speculate", "hf_speculate_plugins")
 
 # Processors that sum over the whole vocabulary. The number of threads changes the last bits of such a sum.
-_SUM_UP = (TypicalLogitsWarper, EtaLogitsWarper, TopHLogitsWarper)
+_SUM_UP = (TypicalLogitsWarper, EtaLogitsWarper, TopHLogitsWarper, SynthIDTextWatermarkLogitsProcessor)
 
 # Types that the caller may have put into processors and criteria of transformers.
 _CALLED = (FunctionType, MethodType, partial, nn.Module)

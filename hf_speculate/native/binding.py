@@ -79,7 +79,7 @@ class Library:
             ("hfs_kind", integer, (ctypes.c_char_p,)),
             ("hfs_has_threads", flag, ()),
             ("hfs_team_size", integer, (integer,)),
-            ("hfs_set_threads", None, (integer,)),
+            ("hfs_set_threads", None, (integer, integer)),
             ("hfs_bf16", integer, ()),
             ("hfs_bytes", flag, ()),
             ("hfs_tile_bytes", size, (integer, size)),

@@ -25,12 +25,12 @@ class Crew:
     def restore(self) -> None:
         """Called before a forward, and when the request ends."""
         if self._given:
-            binding.library().set_threads(self._given)
+            binding.library().set_threads(self._given, self._given)
             self._given = 0
 
     def lower(self) -> None:
         """Called after a forward."""
         library, given = binding.library(), torch.get_num_threads()
         if (number := library.team_size(given)) < given:
-            library.set_threads(number)
             self._given = given
+            library.set_threads(number, given)

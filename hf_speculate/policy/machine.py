@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
@@ -42,15 +43,24 @@ class OtherProcesses:
     """
 
     def __init__(self, now: Callable[[], CpuSeconds] = CpuSeconds.now):
-        self._now, self._before = now, now()
+        self._now = now
+        self._num_threads = torch.get_num_threads()  # a packed target lowers it during a request
+        self._before = self._look()
 
     def are_in_the_way(self) -> bool | None:
         """Whether they left less than a core for each of PyTorch's threads since the last look; None if that was less
         than half a second ago, which is too short to know."""
-        before, found = self._before, self._now()
+        before, found = self._before, self._look()
+        if before is None or found is None:  # this system does not say
+            return False
         seconds = found.clock - before.clock
         if seconds < _ENOUGH_SECONDS:
             return None
         self._before = found
         others = (found.all - before.all - (found.own - before.own)) / seconds
-        return others + torch.get_num_threads() > found.num_cores + _TOLERATED
+        return others + self._num_threads > found.num_cores + _TOLERATED
+
+    def _look(self) -> CpuSeconds | None:
+        with suppress(OSError, psutil.Error):
+            return self._now()
+        return None

@@ -35,8 +35,9 @@ bool hfs_has_threads() { return has_threads(); }
 
 int hfs_team_size(int most) { return crew.size(most); }
 
-void hfs_set_threads(int count) {
-  if (omp_set_num_threads) omp_set_num_threads(count);
+// Sets the number of torch's threads in this thread, which is lowered from `given`.
+void hfs_set_threads(int count, int given) {
+  if (omp_set_num_threads) omp_set_num_threads(count), lowered = given - count;
 }
 
 // Instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for vdpbf16ps, 2 for AMX.

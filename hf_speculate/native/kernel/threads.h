@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -30,6 +31,13 @@ namespace {
 inline bool has_threads() { return GOMP_parallel && omp_get_num_threads; }
 
 inline int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+// Nanoseconds in which this thread did not run.
+inline int64_t off_core() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return nanoseconds() - (t.tv_sec * 1000000000LL + t.tv_nsec);
+}
 
 // How many threads the teams of this process use.
 //
@@ -78,6 +86,9 @@ class Crew {
 
 Crew crew;
 
+// By how much the number of torch's threads is lowered in this thread (crew.py).
+thread_local int lowered = 0;
+
 // A forked process has no threads, and OpenMP would wait for them for ever. So a process ends its threads before it
 // forks; both processes start new ones when they need them. Locks of threads that do not exist are never opened.
 const int watches_forks = pthread_atfork(
@@ -105,7 +116,7 @@ class Team {
       Team team(job.shared, number);
       job.body(team, number);
     };
-    threads = crew.at_most(threads, nanoseconds());
+    threads = std::min(threads, crew.at_most(threads + lowered, nanoseconds()));
     if (threads > 1 && has_threads()) {
       GOMP_parallel(work, &job, threads, 0);
     } else {
@@ -145,7 +156,11 @@ class Team {
     const int now = shared.round, size = shared.size;
     if (shared.arrived.fetch_add(1) + 1 == size) {
       const int64_t since = shared.waiting_since.exchange(0);
-      if (since && crew.loses(since, nanoseconds(), size)) shared.size = size - 1;
+      if (since) {
+        const int64_t time = nanoseconds(), off = off_core();
+        if (off > before && crew.loses(std::max(since, time - (off - before)), time, size)) shared.size = size - 1;
+        before = off;
+      }
       shared.arrived = 0;
       shared.next = 0;
       shared.round.store(now + 1);
@@ -160,6 +175,7 @@ class Team {
       else __builtin_ia32_pause();
 #endif
     }
+    if (since) before = off_core();
   }
 
   // Another process uses the core of a thread that we wait for. Sleeping frees our core for that thread: the system
@@ -186,6 +202,7 @@ class Team {
 
   Shared& shared;
   const int number;
+  int64_t before = off_core();  // when this thread last noted it
 };
 
 // Runs body(i) for 0 .. count on torch's threads.
