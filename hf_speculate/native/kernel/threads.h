@@ -145,7 +145,7 @@ class Team {
  private:
   struct Shared {
     std::atomic<int> size{1}, arrived{0}, round{0}, sleeping{0};
-    std::atomic<int64_t> next{0}, waiting_since{0};  // 0: nobody waits for long
+    std::atomic<int64_t> next{0}, opened{INT64_MAX}, waiting_since{0};  // 0: nobody waits for long
   };
 
   Team(Shared& shared, int number) : shared(shared), number(number) {}
@@ -163,6 +163,7 @@ class Team {
       }
       shared.arrived = 0;
       shared.next = 0;
+      if (shared.sleeping.load()) shared.opened = nanoseconds();
       shared.round.store(now + 1);
       if (shared.sleeping.load()) wake();
       return;
@@ -175,7 +176,8 @@ class Team {
       else __builtin_ia32_pause();
 #endif
     }
-    if (since) before = off_core();
+    // A thread that was woken, but not yet on a core, is late as well.
+    if (since) before = off_core() - std::max<int64_t>(nanoseconds() - shared.opened, 0);
   }
 
   // Another process uses the core of a thread that we wait for. Sleeping frees our core for that thread: the system
