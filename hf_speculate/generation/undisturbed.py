@@ -34,9 +34,10 @@ def undisturbed(model: GenerativeModel, *others: Any, is_threaded: bool = False)
     """A context for the forwards of a request. It tells a packed model that nobody changes it, if that is known.
 
     Args:
-        is_threaded: whether something else sets the number of PyTorch's threads meanwhile.
         others: objects that run between forwards: lists of processors and criteria, streamers, drafters. None is
             allowed.
+        is_threaded: whether the number of PyTorch's threads must not be lowered between forwards: something else sets
+            it meanwhile, or compiled code depends on it.
     """
     forward: Any = vars(model).get("forward")
     if not hasattr(forward, "undisturbed") or not all(map(_is_known, _each(others))):

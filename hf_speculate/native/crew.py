@@ -17,9 +17,13 @@ class Crew:
 
     Forwards always have all threads, as the results of PyTorch's products depend on their number. What runs between
     them must not.
+
+    Args:
+        is_fixed: whether the number stays as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_fixed: bool) -> None:
+        self._is_fixed = is_fixed
         self._given = 0  # the number to restore; 0: nothing is lowered
 
     def restore(self) -> None:
@@ -30,6 +34,8 @@ class Crew:
 
     def lower(self) -> None:
         """Called after a forward."""
+        if self._is_fixed:
+            return
         library, given = binding.library(), torch.get_num_threads()
         if (number := library.team_size(given)) < given:
             self._given = given

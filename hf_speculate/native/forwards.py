@@ -168,7 +168,7 @@ class _Whole:
             num_scored: number of the last queries whose logits are wanted; None for all.
         """
         look = self._looks.get(threading.get_ident())
-        if look is not None and look.crew is not None:
+        if look is not None:
             look.crew.restore()
         inputs, config = Inputs.of(named), self._decoder.config
         if inputs is None:
@@ -186,7 +186,7 @@ class _Whole:
         scored = self._scored(step, rows, keeps_states=wanted is not False or any(self._taps))
         if scored is None:
             return None
-        if look is not None and look.crew is not None:
+        if look is not None:
             look.crew.lower()
         room.count(rows.num_keys)
         self._show(scored)
@@ -204,12 +204,13 @@ class _Whole:
         """The context of `CausalForward.undisturbed`."""
         thread = threading.get_ident()
         before = self._looks.get(thread)
-        look = self._looks[thread] = _Look(None if is_threaded else Crew())
+        if before is not None:
+            before.crew.restore()
+        look = self._looks[thread] = _Look(Crew(is_fixed=is_threaded))
         try:
             yield
         finally:
-            if look.crew is not None:
-                look.crew.restore()
+            look.crew.restore()
             del self._looks[thread]
             if before is not None:
                 self._looks[thread] = before
@@ -286,10 +287,10 @@ class _Look:
     """The result of checking the model before a forward.
 
     Args:
-        crew: threads between forwards; None if they stay as they are.
+        crew: threads between forwards.
     """
 
-    def __init__(self, crew: Crew | None) -> None:
+    def __init__(self, crew: Crew) -> None:
         self.crew = crew
         self.step: NativeStep | None = None
         self._num_hooks = -1

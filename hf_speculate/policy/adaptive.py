@@ -156,27 +156,27 @@ class AdaptiveSession(PolicySession):
         taken = round.seconds.total - round.seconds.drafting
         costs.rounds.record(costs.width(drafted), taken, context)
         seconds = costs.verifying(drafted, context)
-        charged = undisturbed = seconds / self._plain
+        charged = quiet = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
-            charged, undisturbed = self._charged(taken, seconds, is_known)
+            charged, quiet = self._charged(taken, seconds, is_known)
         if self._deepening is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
             more = self._charged(round.seconds.drafting, expected, is_known)
-            charged, undisturbed = charged + more[0], undisturbed + more[1]
+            charged, quiet = charged + more[0], quiet + more[1]
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
         self._num_idle = 0 if self._deepening is not None else self._num_idle + 1
         self.known.num_idle = 0 if self._deepening is not None else self.known.num_idle + 1
-        self._book(tokens if self._deepening is not None else None, charged, undisturbed)
+        self._book(tokens if self._deepening is not None else None, charged, quiet)
         if drafted:
             self.known.nodes.add(drafted)
             self._learn_nodes(round, rows)
 
     def _charged(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
-        """One-token forwards to charge the balance for, and those of a machine that nobody else uses.
+        """One-token forwards to charge the balance for, and those if nobody else uses the machine.
 
         Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
         about drafting.
@@ -184,14 +184,20 @@ class AdaptiveSession(PolicySession):
         near = min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
         return (near if is_known else max(taken, expected)) / self._plain, near / self._plain
 
-    def _book(self, tokens: float | None, charged: float, undisturbed: float) -> None:
-        """Books a round: `tokens` are those of a round with a draft. A surcharge is paid back if the machine turns out
-        to be busy soon."""
-        balance = self.known.balance
-        after, without = (
-            min(max(balance + LOSS_SHARE * cost + (0.0 if tokens is None else tokens - cost), -_DEBT), _BANK)
-            for cost in (charged, undisturbed)
-        )
+    def _book(self, tokens: float | None, charged: float, quiet: float) -> None:
+        """Changes the balance by a round. What `charged` was above `quiet` is paid back if others turn out soon to use
+        the machine.
+
+        Args:
+            tokens: tokens of each row; None if the round had no draft.
+            charged, quiet: see `_charged`.
+        """
+
+        def booked(cost: float) -> float:
+            won = LOSS_SHARE * cost + (0.0 if tokens is None else tokens - cost)
+            return min(max(self.known.balance + won, -_DEBT), _BANK)
+
+        after, without = booked(charged), booked(quiet)
         self._surcharge = self._surcharge * _PATIENCE + max(without - after, 0.0)
         if self._costs.rounds.are_restless:
             after, self._surcharge = min(after + self._surcharge, _BANK), 0.0

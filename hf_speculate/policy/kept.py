@@ -41,7 +41,7 @@ class KeptCosts(RoundCosts):
 
     def __init__(self, request: PolicyRequest):
         self._path = _path(request)
-        self._others = OtherProcesses()
+        self._others = None if self._path is None else OtherProcesses()
         self._next_write = 0.0
         known = None if self._path is None else _read(self._path)
         super().__init__(known, request.widths)
@@ -53,7 +53,7 @@ class KeptCosts(RoundCosts):
         A process that has hardly drafted writes nothing: it would overwrite what an earlier process has learnt. Nor
         does one beside which others have been busy in the last minute: its costs do not hold when they have ended.
         """
-        if self._path is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
+        if self._others is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
             return
         content = _observations(self)
         if not content["drafting"] or sum(map(len, content.values())) < self._num_known:

@@ -42,7 +42,7 @@ inline int64_t off_core() {
 // How many threads the teams of this process use.
 //
 // A thread whose core another process takes holds up all the others, at each of a forward's hundred steps. Two threads
-// on one free core are then slower than one. So waits are counted, and where they cost more than a thread is worth,
+// on one free core are then slower than one. So such waits are counted, and where they cost more than a thread is worth,
 // teams go on with one thread less. Later they try again: soon at first, since most disturbances are short.
 class Crew {
  public:
@@ -145,7 +145,7 @@ class Team {
  private:
   struct Shared {
     std::atomic<int> size{1}, arrived{0}, round{0}, sleeping{0};
-    std::atomic<int64_t> next{0}, opened{INT64_MAX}, waiting_since{0};  // 0: nobody waits for long
+    std::atomic<int64_t> next{0}, opened{0}, waiting_since{0};  // 0: nobody waits for long
   };
 
   Team(Shared& shared, int number) : shared(shared), number(number) {}
@@ -155,29 +155,30 @@ class Team {
   void wait() {
     const int now = shared.round, size = shared.size;
     if (shared.arrived.fetch_add(1) + 1 == size) {
-      const int64_t since = shared.waiting_since.exchange(0);
-      if (since) {
-        const int64_t time = nanoseconds(), off = off_core();
+      const int64_t time = nanoseconds(), since = shared.waiting_since.exchange(0);
+      if (since) {  // work that could not be divided evenly is no loss, only time in which this thread did not run
+        const int64_t off = off_core();
         if (off > before && crew.loses(std::max(since, time - (off - before)), time, size)) shared.size = size - 1;
         before = off;
       }
       shared.arrived = 0;
       shared.next = 0;
-      if (shared.sleeping.load()) shared.opened = nanoseconds();
+      shared.opened = time;
       shared.round.store(now + 1);
       if (shared.sleeping.load()) wake();
       return;
     }
     int64_t since = 0;
-    for (int turns = 0; shared.round.load(std::memory_order_acquire) == now; turns++) {
+    int turns = 0;
+    for (; shared.round.load(std::memory_order_acquire) == now; turns++) {
       if (turns == FEW_TURNS) since = nanoseconds();
       if (turns > MOST_TURNS) sleep(now, since);
 #if defined(__x86_64__)
       else __builtin_ia32_pause();
 #endif
     }
-    // A thread that was woken, but not yet on a core, is late as well.
-    if (since) before = off_core() - std::max<int64_t>(nanoseconds() - shared.opened, 0);
+    // Sleep is no lateness, but the time from the wake-up until a core was free is.
+    if (turns > MOST_TURNS) before = off_core() - (nanoseconds() - shared.opened);
   }
 
   // Another process uses the core of a thread that we wait for. Sleeping frees our core for that thread: the system
@@ -204,7 +205,7 @@ class Team {
 
   Shared& shared;
   const int number;
-  int64_t before = off_core();  // when this thread last noted it
+  int64_t before = off_core();  // what this thread has accounted for
 };
 
 // Runs body(i) for 0 .. count on torch's threads.

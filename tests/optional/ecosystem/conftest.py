@@ -11,6 +11,15 @@ from hf_speculate import AutoSpeculator
 from ...support.paths import REPOSITORY
 
 
+# Arguments of every trainer: repeatable steps on the CPU, and nothing on the screen or on disk.
+QUIET = {
+    "learning_rate": 1e-3,
+    "seed": 3,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
 # Endings of the names of logged values that depend on the clock.
 TIMINGS = ("runtime", "per_second", "preparation_time", "step_time")
 TARGET, HEAD = REPOSITORY / "examples" / "pycoder", REPOSITORY / "examples" / "pycoder-eagle3"

@@ -19,7 +19,7 @@ from transformers import (
 import hf_speculate
 
 from ...support.tiers import quick
-from .conftest import TARGET, without_timings
+from .conftest import QUIET, TARGET, without_timings
 
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -66,12 +66,7 @@ def evaluate(tmp_path):
                 output_dir=str(tmp_path),
                 predict_with_generate=True,
                 per_device_eval_batch_size=batch_size,
-                learning_rate=1e-3,
-                seed=3,
-                save_strategy="no",
-                report_to="none",
-                use_cpu=True,
-                disable_tqdm=True,
+                **QUIET,
                 **arguments,
             ),
             processing_class=tokenizer,

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import hf_speculate
 
-from .conftest import without_timings
+from .conftest import QUIET, without_timings
 
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
@@ -31,15 +31,9 @@ def arguments(kind, folder, **more):
         output_dir=str(folder),
         per_device_train_batch_size=4,
         per_device_eval_batch_size=2,
-        learning_rate=1e-3,
-        seed=3,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
         bf16=False,
-        disable_tqdm=True,
-        **{"max_steps": 2, **more},
+        **{**QUIET, "max_steps": 2, **more},
     )
 
 
