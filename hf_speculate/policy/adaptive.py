@@ -36,7 +36,7 @@ LOSS_START = 0.6
 # Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
 # that pays. A new request may lose a part of an earlier request's winnings, for the same reason.
 _BANK = 8.0
-LOSS_CARRIED = 3.0
+LOSS_CARRIED = 5.0
 # Largest debt, in one-token forwards. The first round of a kind is slow because libraries prepare kernels in it. The
 # limit keeps such a round from stopping drafts for long.
 _DEBT = 0.1

@@ -138,11 +138,10 @@ class Sampler:
         scores = self._processed(selected, rows, step, sequences)
         for index, row in enumerate(rows):
             self._record(sequences, row, selected[index], scores[index])
-        noise = None
-        if self.noise is not None:
-            self.noise.fit(scores.shape[-1], step)
-            noise = self.noise.rows([step] * len(rows), rows)
-        return possible(self.pick(scores, noise).tolist())
+        if self.noise is None:
+            return argmax(scores)
+        self.noise.fit(scores.shape[-1], step)
+        return possible(self.pick(scores, self.noise.rows([step] * len(rows), rows)).tolist())
 
     def _processed(self, logits: Tensor, rows: Sequence[int], step: int, sequences: Sequences) -> Tensor:
         """The processed scores of the whole batch or of one row.

@@ -1,8 +1,9 @@
 """Several drafters in one tree: `speculator="examples/pycoder-eagle3+prompt_lookup"`.
 
 A head is right more often, a lookup costs nothing and goes deeper where the text repeats itself. Every part drafts its
-own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Free parts draft in
-every round. A head drafts too, unless their draft is worth as much as the head's drafts usually are.
+own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Free parts draft first.
+A head drafts too, unless their draft is worth as much as the head's drafts usually are. A free part that adds less to
+the head's drafts than its time is worth rests, and is tried again now and then.
 """
 
 from __future__ import annotations
@@ -11,38 +12,30 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_speculate.drafting import (
-    Calibration,
     Choices,
-    Deepening,
     Drafter,
     DraftRequest,
     DraftSession,
     DraftState,
     Observation,
-    joined,
 )
 from hf_speculate.errors import OptionError
-from hf_speculate.policy import Acceptance, Average, PathProbabilities
+from hf_speculate.policy import Acceptance
 from hf_speculate.speculator import make_speculator, read_options
-from hf_speculate.tree import ROOT_PARENT, DraftTree, HostTree, TreeRow
+from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
+
+from .parts import Knowledge, Pace, Part, RowDraft, value_of
 
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-_SMALLEST = 1e-9  # a value is a logarithm
-
-RowDraft = tuple[TreeRow, Sequence[float]]
-"""Nodes of a row, and the probability of each to be right."""
 
 
 def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
@@ -65,11 +58,6 @@ def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
     return TreeRow(tokens, parents, [value_of(probability) for probability in found]).best(max_nodes)
 
 
-def value_of(probability: float) -> float:
-    """Value of a node (`DraftTree.values`) of this probability."""
-    return math.log(max(probability, _SMALLEST))
-
-
 def expected_length(row: TreeRow) -> float:
     """Number of a tree's nodes that will be accepted, by its values."""
     assert row.values is not None
@@ -89,90 +77,6 @@ class CombinedOptions:
     def __post_init__(self) -> None:
         if self.max_nodes < 1:
             raise ValueError(f"combined: max_nodes must be at least 1, got {self.max_nodes}.")
-
-
-@dataclass
-class Knowledge:
-    """Experience with one part, from requests that are alike.
-
-    Attributes:
-        acceptance: acceptance of its nodes.
-        lengths: tokens that its drafts were worth.
-    """
-
-    acceptance: Acceptance
-    lengths: Average = field(default_factory=Average)
-
-
-@dataclass
-class Part:
-    """One drafter at work.
-
-    Attributes:
-        name: name of the drafter.
-        session: session of the drafter.
-        feature_layers, is_free: attributes of the drafter.
-        known: experience with its drafts.
-        waiting: observations that the session has not been told of.
-        tree, drafts: draft of this round, whole and by rows; None and empty if the part was left out.
-    """
-
-    name: str
-    session: DraftSession
-    feature_layers: Sequence[int]
-    is_free: bool
-    known: Knowledge
-    waiting: list[Observation] = field(default_factory=list)
-    tree: HostTree | None = None
-    drafts: list[RowDraft] = field(default_factory=list)
-
-    def read(self) -> None:
-        if self.waiting:
-            waiting, self.waiting = self.waiting, []
-            self.session.observe(*joined(waiting))
-
-    def draft(self, state: DraftState) -> None:
-        self.read()
-        calibration = self.known.acceptance.calibration
-        deepening = None if state.deepening is None else _in_probabilities(state.deepening, calibration)
-        self.tree = self.session.draft(replace(state, deepening=deepening)).host
-        self.drafts = [(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
-
-    def forget(self) -> None:
-        self.tree, self.drafts = None, []
-
-    def path(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """The nodes of a row's draft that `tokens` after the root lead along, the root first; none without a draft."""
-        if self.tree is None:
-            return []
-        path = [0]
-        for token in tokens:
-            child = self.tree.child(row, path[-1], token)
-            if child is None:
-                break
-            path.append(child)
-        return path
-
-    @property
-    def completes(self) -> bool:
-        """Whether the session adds to what the others draft."""
-        return type(self.session).complete is not DraftSession.complete
-
-    def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Counts the nodes of a row's draft, if there is one, that were accepted; `tokens` came after the root."""
-        if path := self.path(row, tokens):
-            self.known.acceptance.count(self.drafts[row][0], path, tokens)
-
-
-def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepening:
-    """`deepening`, asked with the probabilities that the drafter's values stand for."""
-    probabilities = PathProbabilities(calibration)
-
-    def goes_on(values: Tensor, previous: Tensor | None = None) -> bool:
-        found = probabilities(values, previous)
-        return deepening(torch.tensor([[value_of(each) for each in row] for row in found]), previous)
-
-    return goes_on
 
 
 Histories = dict[Any, list[Knowledge]]
@@ -212,7 +116,8 @@ class CombinedSession(DraftSession):
             self._close_parts()
             raise
         self.carries_over = any(part.session.carries_over for part in self._parts)
-        self.num_choices = max(part.session.num_choices for part in self._parts)
+        self._heads = [part for part in self._parts if not part.is_free]
+        self._pace = Pace()
         self._has_seen_prompt = False
 
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
@@ -224,29 +129,38 @@ class CombinedSession(DraftSession):
                 part.read()
         self._has_seen_prompt = True
 
+    @property
+    def num_choices(self) -> int:  # type: ignore[override]
+        """Those of the parts that do not rest."""
+        return max((part.session.num_choices for part in self._parts if not part.rests), default=0)
+
     def observe_choices(self, choices: Choices) -> None:
         for part in self._parts:
-            if count := part.session.num_choices:
+            if not part.rests and (count := part.session.num_choices):
                 part.session.observe_choices(choices.first(count))
 
     def sources(self, row: int, tokens: Sequence[int]) -> list[str]:
-        depths = [(part.name, len(part.path(row, tokens)) - 1) for part in self._parts]
+        depths = [(part.name, part.depth(row, tokens)) for part in self._parts]
         completing = "+".join(part.name for part in self._parts if part.completes)
         names = ("+".join(name for name, depth in depths if depth > place) for place in range(len(tokens)))
         return [name or completing for name in names]
 
     def draft(self, state: DraftState) -> DraftTree:
+        self._pace.begin_draft()
         for part in self._parts:
             part.forget()
-            if part.is_free:
+            part.rests = part.is_free and not self._is_due(part)
+            if part.is_free and not part.rests:
                 part.draft(state)
         merged = self._merged(self._parts, state)
-        for part in self._parts:
-            if not (part.is_free or self._suffices(part, merged, state)):
+        for part in self._heads:
+            if not self._suffices(part, merged, state):
+                is_first = not any(other.drafts for other in self._parts)
                 part.draft(state)
                 merged = self._merged(self._parts, state)
+                alone = merged if is_first else self._merged([part], state)
                 part.known.lengths.fade()
-                part.known.lengths.add(_worth(self._merged([part], state), state))
+                part.known.lengths.add(_worth(alone, state))
         return DraftTree.from_rows(merged)
 
     def close(self) -> None:
@@ -277,6 +191,12 @@ class CombinedSession(DraftSession):
             merged = list(part.session.complete(merged, state, self._options.max_nodes))
         return merged
 
+    def _is_due(self, part: Part) -> bool:
+        """Whether a free part drafts in this round."""
+        if not (self._is_selective and self._heads) or part.completes:
+            return True
+        return part.known.gain.is_due(self._pace.seconds_per_token)
+
     def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
         """Whether the drafts so far are worth as much as those of `part` as a rule."""
         lengths = part.known.lengths
@@ -285,12 +205,34 @@ class CombinedSession(DraftSession):
         return _worth(drafted, state) >= lengths.total / lengths.weight
 
     def _learn(self, tokens: list[list[int]], lengths: list[int]) -> None:
+        rows = [row for row, length in enumerate(lengths) if length]
+        if rows and self._heads:
+            self._pace.emitted(sum(lengths) / len(rows))
+            accepted = {row: tokens[row][: lengths[row] - 1] for row in rows}
+            for part in self._parts:
+                if part.tree is not None:
+                    part.known.gain.add(self._added(part, accepted), part.seconds)
         for part in self._parts:
             part.known.acceptance.fade()
-            for row, length in enumerate(lengths):
-                if length:
-                    part.learn(row, tokens[row][:length])
+            for row in rows:
+                part.learn(row, tokens[row][: lengths[row]])
             part.forget()  # learnt from
+
+    def _added(self, part: Part, accepted: Mapping[int, Sequence[int]]) -> float:
+        """Tokens per row that a part's draft added, from the accepted draft tokens of rows: all of a head, those beyond
+        the heads' of a free part.
+
+        A head that was left out would have drafted what it drafts as a rule, and would have taken its time.
+        """
+        if not part.is_free:
+            return sum(part.depth(row, tokens) for row, tokens in accepted.items()) / len(accepted)
+        pace = self._pace.seconds_per_token
+        usual = max((head.known.gain.net(pace) for head in self._heads if head.tree is None), default=0.0)
+        total = 0.0
+        for row, tokens in accepted.items():
+            of_heads = max(head.depth(row, tokens) for head in self._heads)
+            total += max(part.depth(row, tokens), of_heads) - max(of_heads, usual)
+        return total / len(accepted)
 
 
 def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:

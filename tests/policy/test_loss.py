@@ -72,7 +72,7 @@ def test_a_drafter_that_finds_nothing_pays_for_being_asked(seconds, num_tokens):
 def test_of_what_one_call_won_the_next_one_loses_a_part():
     run = simulation(0.02, 0.1, 0.9, False).run(200)
     won = run.tokens - run.seconds
-    assert run.policy.known.balance > 4 > LOSS_CARRIED
+    assert run.policy.known.balance > LOSS_CARRIED
     run.policy, run.sureness = AdaptiveSession(run.policy._costs, run.policy.known), lambda done, generator: 0.0
     before, tokens = run.seconds, run.tokens
     run.run(tokens + 64)

@@ -15,6 +15,7 @@ from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.errors import DrafterNotFoundError, OptionError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_lossless
 from hf_speculate.tree import DraftTree, TreeRow
+from hf_speculate_plugins import combined, parts
 from hf_speculate_plugins.combined import CombinedDrafter, CombinedOptions, expected_length, merge_row
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
@@ -74,8 +75,71 @@ def test_a_part_does_not_run_where_the_text_drafts_as_much(tiny_model):
 def test_a_part_runs_where_the_text_drafts_less(tiny_model):
     free, paid = Counted(1, is_free=True), Counted(4)
     trees = list(run_rounds(CombinedDrafter([paid, free]), tiny_model(), 60))
-    assert (free.count, paid.count) == (60, 60)
+    assert paid.count == 60
     assert trees[-1].best(4).host.token_ids[0] == [48, 49, 50, 51, 52]  # what was right comes first
+
+
+class Clock:
+    """A clock that a drafter moves on."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for module in (parts,):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+
+    def slowed(self, drafter, seconds):
+        """`drafter`, whose drafts take `seconds`."""
+        start = drafter.start
+
+        def started(request):
+            session = start(request)
+            draft = session.draft
+
+            def slow(state):
+                self.now += seconds
+                return draft(state)
+
+            session.draft = slow
+            return session
+
+        drafter.start = started
+        return drafter
+
+
+def union(clock, free, paid, seconds=0.5):
+    """A free part whose drafts take `seconds`, and one whose drafts take 2 s."""
+    return CombinedDrafter([clock.slowed(paid, 2.0), clock.slowed(free, seconds)])
+
+
+def test_a_free_part_that_adds_nothing_rests_and_is_tried_again(tiny_model, monkeypatch):
+    clock, free, paid = Clock(monkeypatch), Counted(1, is_free=True), Counted(4)
+    list(run_rounds(union(clock, free, paid), tiny_model(), 88))
+    assert paid.count == 88
+    assert 8 + 72 // 8 <= free.count <= 20, free.count  # the first drafts, then every eighth round
+
+
+@pytest.mark.parametrize(("seconds", "rests"), [(0.5, False), (3.0, True)])
+def test_a_free_part_drafts_while_its_tokens_are_worth_its_time(tiny_model, monkeypatch, seconds, rests):
+    """It is right one token further than the head, in a round of 4 tokens: worth a quarter of the round."""
+    clock, free, paid = Clock(monkeypatch), Counted(3, is_free=True), Counted(2)
+    drafter = union(clock, free, paid, seconds)
+    monkeypatch.setattr(combined.CombinedSession, "_suffices", lambda *_: False)
+    list(run_rounds(drafter, tiny_model(), 60))
+    assert (free.count < 30) == rests, free.count
+
+
+def test_a_free_part_that_replaces_the_head_saves_the_time_of_the_head(tiny_model, monkeypatch):
+    """Both are right to depth 4. Where the free part drafts, the head does not."""
+    clock, free, paid = Clock(monkeypatch), Counted(4, is_free=True), Counted(4)
+    list(run_rounds(union(clock, free, paid), tiny_model(), 60))
+    assert free.count > 45, free.count  # it rests a little before it is known to be as good
+    assert paid.count < 30
+
+
+def test_free_parts_alone_never_rest(tiny_model, monkeypatch):
+    clock, first, second = Clock(monkeypatch), Counted(1, is_free=True), Counted(1, is_free=True)
+    list(run_rounds(CombinedDrafter([clock.slowed(first, 1.0), clock.slowed(second, 1.0)]), tiny_model(), 60))
+    assert (first.count, second.count) == (60, 60)
 
 
 def test_what_one_request_teaches_the_next_begins_with(tiny_model):
