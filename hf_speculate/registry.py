@@ -43,10 +43,10 @@ def load_drafter(name: str) -> type[Drafter]:
 
 def unknown_drafter_message(name: str) -> str:
     """The message for a name that is no drafter's: the nearest one, and the trained heads nearby."""
-    told = unknown_name_message(name, installed_drafters(), "drafter")
+    message = unknown_name_message(name, installed_drafters(), "drafter")
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
     near = [head for head in heads if name in head] or heads
-    return f"{told} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
+    return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:

@@ -124,7 +124,7 @@ def find_backend(compile: bool | str | None) -> str | None:
     if compile is None or isinstance(compile, bool):
         return "inductor" if compile else None
     if compile not in (known := list_backends(None)):
-        raise ValueError(f"compile={compile!r} is no backend of torch.compile; possible: True, {', '.join(known)}.")
+        raise ValueError(f"compile={compile!r} is not a backend of torch.compile; possible: True, {', '.join(known)}.")
     return compile
 
 

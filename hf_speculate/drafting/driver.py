@@ -238,7 +238,7 @@ class Drafting:
         except Exception as error:
             raise DrafterError(
                 f"drafter {self.drafter.name!r} raised {type(error).__name__}: {error}. The text emitted so far and "
-                "the cache are valid; generate without `speculator=` to go on."
+                "the cache are valid; to continue, generate without `speculator=`."
             ) from error
 
 

@@ -208,7 +208,7 @@ class _Cursor:
 def _read(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> GgufFile:
     path, magic = cursor.path, cursor.take(min(4, cursor.size))
     if magic != b"GGUF":
-        raise CheckpointError(f"cannot read {path!r}: it is no GGUF file, it begins with {magic!r}, not b'GGUF'.")
+        raise CheckpointError(f"cannot read {path!r}: it is not a GGUF file. It begins with {magic!r}, not b'GGUF'.")
     version = cursor.scalar("<I")
     if version not in _VERSIONS:
         kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"

@@ -86,7 +86,7 @@ def read_model_file(path: str | os.PathLike[str]) -> GgufFile:
         found = part.metadata.get(_NO), part.metadata.get(_COUNT)
         if found != (number, count):
             raise CheckpointError(
-                f"{name!r} says that it is part {found[0]!r} of {found[1]!r}, not {number} of {count}."
+                f"{name!r} is part {found[0]!r} of {found[1]!r} by its metadata, not {number} of {count}."
             )
         others.append(part)
     return _joined(first, others, reader.get(_NUM_TENSORS, int))

@@ -145,7 +145,7 @@ def _public_content(name: str, path: Path) -> bytes | None:
     elif file == CURVES_FILE:
         with path.open("rb") as picture:
             if picture.read(len(_PNG)) != _PNG:
-                raise CheckpointError(f"{path} is no picture.")
+                raise CheckpointError(f"{path} is not a PNG file.")
     return None
 
 
@@ -157,7 +157,7 @@ def _calibration(path: Path) -> bytes:
             CalibrationTable.load(folder).save(folder)
         except CheckpointError:
             raise CheckpointError(
-                f"{path} is no table of this version; `hf-speculate check --calibrate` writes it anew."
+                f"{path} is not a table of this version; run `hf-speculate check --calibrate` to write it again."
             ) from None
         return copy.read_bytes()
 

@@ -100,13 +100,13 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
     parent, last = os.path.split(name)
     near = difflib.get_close_matches(last, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
     hint = f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
-    message = f"{name!r} is no folder here{hint}, and its repository on the Hub"
+    message = f"{name!r} is not a folder here{hint}, and its repository on the Hub"
     if isinstance(error, RepositoryNotFoundError):
         return f"{message} does not exist, or is private: `hf auth login`, or pass token=."
     if isinstance(error, LocalEntryNotFoundError) and (local_files_only or is_offline_mode()):
         reason = "local_files_only=True" if local_files_only else "HF_HUB_OFFLINE is set"
         return (
-            f"{message} is neither in the cache nor asked for ({reason}): allow that, or run `hf download {name}` "
+            f"{message} is not in the cache and is not requested ({reason}): allow that, or run `hf download {name}` "
             "where there is a network, or give a folder."
         )
     return f"{message} could not be reached: {first_line(error)}"
@@ -116,7 +116,7 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     """The message for a folder that no drafter takes: what is missing in it, or what its config names."""
     if folder.endswith(_GGUF):
         return (
-            f"no installed drafter ({', '.join(names)}) drafts with the GGUF file {folder}: it is no head "
+            f"no installed drafter ({', '.join(names)}) drafts with the GGUF file {folder}: it is not a head "
             "(architecture 'eagle3' or 'dflash'). A whole model is a draft model: draft_model:model=FILE."
         )
     files = file_names(folder)
@@ -131,8 +131,8 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     kinds = [kind for kind in (*stated, config.get("model_type")) if isinstance(kind, str)]
     close = [name for kind in kinds for name in difflib.get_close_matches(kind.lower(), names, n=1)]
     hint = f" The nearest is {close[0]!r}, whose tensors it does not have." if close else ""
-    said = f"config.json says {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not say what it is"
-    return f"{message}: {said}, and its tensors are of none that they know.{hint} Files: {', '.join(files)}."
+    kind = f"config.json names {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not name its kind"
+    return f"{message}: {kind}, and no drafter knows its tensors.{hint} Files: {', '.join(files)}."
 
 
 def check_upload(repo_id: str, *, token: str | bool | None = None) -> str:
@@ -166,10 +166,10 @@ def _user(repo_id: str, token: str | bool | None) -> dict[str, Any]:
     try:
         return HfApi(token=token).whoami()
     except LocalTokenNotFoundError as error:
-        raise UploadError(f"cannot upload to {repo_id}: nobody is logged in. `hf auth login`, or HF_TOKEN.") from error
+        raise UploadError(f"cannot upload to {repo_id}: not logged in. `hf auth login`, or HF_TOKEN.") from error
     except Exception as error:  # a connection fails with errors of the HTTP library, which is not ours to name
         raise UploadError(
-            f"cannot ask the Hub whether {repo_id} can be uploaded to: {first_line(error)} {_LATER}"
+            f"cannot check with the Hub whether {repo_id} can be uploaded to: {first_line(error)} {_LATER}"
         ) from error
 
 

@@ -110,9 +110,9 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
         return
     if architectures and name not in architectures:
         classes = " or ".join(architectures)
-        _warn(f"the head {folder} says that it was made for a {classes}, and the target is a {name}.")
+        _warn(f"the head {folder} was made for a {classes}, and the target is a {name}.")
     elif stated and _is_hub_id(stated) and _is_hub_id(given) and _model_name(stated) != _model_name(given):
-        _warn(f"the head {folder} says that it was made for {stated}, and the target is {given}.")
+        _warn(f"the head {folder} was made for {stated}, and the target is {given}.")
 
 
 def _identity_problems(folder: str, identity: Mapping[str, Any], target: GenerativeModel) -> Iterator[str]:
@@ -165,7 +165,7 @@ def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
         return ""
     found = f"{_listed(now)} in effect on this {type(target).__name__}"
     if trained is None:
-        return f"the head {folder} does not say that it was trained for the PEFT adapter {found}."
+        return f"the head {folder} has no record of training for the PEFT adapter {found}."
     if not trained:
         return f"the head {folder} was trained for the target without adapters, but there is {found}."
     wanted = f"the head {folder} was trained for a target with the PEFT adapter {_listed(trained)}"

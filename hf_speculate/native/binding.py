@@ -214,7 +214,7 @@ def library() -> Library:
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
     if not all(stand_in(found)):
-        logger.info("torch draws noise, chooses or ranks in another way here: it goes on doing so")
+        logger.info("torch draws noise, chooses or ranks in another way here: the kernel leaves that to torch")
     return found
 
 
@@ -281,7 +281,7 @@ def find_compiler() -> list[str]:
         try:
             command = shlex.split(chosen)
         except ValueError as error:
-            raise NativeError(f"$CXX is no command: {chosen!r} ({error})") from error
+            raise NativeError(f"$CXX is not a command: {chosen!r} ({error})") from error
         if shutil.which(command[0]) is None:
             raise NativeError(f"there is no C++ compiler {command[0]!r} (from $CXX)")
         return command

@@ -159,5 +159,7 @@ class NativeDraft:
         if errors:
             raise errors[0]
         if done < 0:
-            raise MemoryError(f"no memory for {growth.tokens.numel()} rows behind {self.rows.num_before} entries")
+            raise MemoryError(
+                f"Out of memory: {growth.tokens.numel()} rows after {self.rows.num_before} cached tokens."
+            )
         return bool(done)

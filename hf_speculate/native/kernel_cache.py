@@ -65,7 +65,7 @@ class KernelCache:
         self._noted: dict[str, str] = {}
         self._places = list(self._find_places()) if _HAS_OWNERS else []
         if not _HAS_OWNERS:
-            self._noted["system"] = "this system does not tell who has written a file"
+            self._noted["system"] = "this system does not record who has written a file"
 
     @property
     def problems(self) -> list[str]:

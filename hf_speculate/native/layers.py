@@ -242,7 +242,7 @@ class NativeLayers:
             call.cos[number], call.sin[number] = cos.data_ptr(), sin.data_ptr()
         call.see([sight] * NUM_TYPES)
         if not self._library.run_layers(ctypes.addressof(call)):
-            raise MemoryError(f"no memory for {batch_size * num_queries} rows behind {num_keys} entries")
+            raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
         return outputs
 
 

@@ -43,7 +43,7 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
     if not isinstance(speculator, str | os.PathLike):
         raise TypeError(
             f"speculator= takes a Speculator, the name of a drafter ({', '.join(installed_drafters())}) or the path / "
-            f"Hub id of a head, with options behind a colon (name:key=value); got {type(speculator).__name__}."
+            f"Hub id of a head, with options after a colon (name:key=value); got {type(speculator).__name__}."
         )
     key = os.fspath(speculator)
     known = _resolved.setdefault(model, {})

@@ -67,7 +67,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.policy is not None and self.adaptive is not None:
-            raise ValueError("policy= and adaptive= both say how much is drafted: give one of them.")
+            raise ValueError("policy= and adaptive= both control how much is drafted: give one of them.")
         if self.policy is not None and not isinstance(self.policy, DraftPolicy):
             raise TypeError(f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}.")
         if self.ahead not in (True, False):

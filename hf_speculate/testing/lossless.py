@@ -187,7 +187,7 @@ class _Case:
         margin = (best[0] - best[1]).item()
         if error > allowed or margin > 2 * allowed * scale:
             raise LosslessnessError(
-                f"{self.name}: new token {step} is {tokens[1]}, plain generate says {tokens[0]}, and that is no tie: "
+                f"{self.name}: new token {step} is {tokens[1]}, plain generate has {tokens[0]}, and this is not a tie: "
                 f"the logits used differ from a fresh forward's by {error:.2e} (allowed {allowed:.2e} = "
                 f"{self.tolerance:g} x {max_logit:.3g}), the decision's margin is {margin:.2e} (allowed "
                 f"{2 * allowed * scale:.2e})."

@@ -81,7 +81,7 @@ def field_names(kind: Any) -> list[str]:
 
 
 def _problem(place: Sequence[int | str], message: str) -> str:
-    own = message.removeprefix("Value error, ")  # what a dataclass said itself
+    own = message.removeprefix("Value error, ")  # the dataclass's own message
     text = message.lower() if own == message else own.rstrip(".")
     return f"{'.'.join(map(str, place))}: {text}" if place else text
 

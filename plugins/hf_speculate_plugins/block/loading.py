@@ -191,8 +191,8 @@ def _block(stated: Stated, keys: _Keys, mask_token_id: int | None) -> dict[str, 
     token = mask_token_of(stated.nested, config) if mask_token_id is None else mask_token_id
     if token is None:
         raise CheckpointError(
-            f"{config.where}: {config.file} lacks mask_token_id, what the slots behind the anchor hold: give "
-            "mask_token_id=..., what its training had."
+            f"{config.where}: {config.file} lacks mask_token_id, the token in the slots after the anchor: pass "
+            "mask_token_id=, the token used in training."
         )
     return {"method": keys.method, "block_size": block_size, "mask_token_id": token, "first_slot": first_slot}
 

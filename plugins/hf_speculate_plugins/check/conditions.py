@@ -110,7 +110,7 @@ def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: 
     if gain < _MIN_GAIN or sigmas < _MIN_SIGMAS:
         return None
     first, second = now.rates, other.rates
-    figures = f"{first.mean_length:.2f} tokens a round {now.name}, {second.mean_length:.2f} {other.name}"
+    figures = f"{first.mean_length:.2f} tokens per round {now.name}, {second.mean_length:.2f} {other.name}"
     message = f"{figures} ({gain:.2f} apart, {sigmas:.0f} sigma): {meaning}"
     return Finding(kind, message, {now.name: first, other.name: second}, gain, sigmas)
 

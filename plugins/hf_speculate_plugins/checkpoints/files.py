@@ -220,7 +220,7 @@ def _load_pickle(path: str, device: str = "cpu") -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} does not hold a plain dictionary of tensors.")
     if not all(isinstance(name, str) for name in content):
-        raise CheckpointError(f"{path} holds tensors whose names are no strings.")
+        raise CheckpointError(f"{path} holds tensors whose names are not strings.")
     _check_storages(path, content)
     return content
 

@@ -193,8 +193,8 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
         if spec.draft_vocab_size == spec.vocab_size:
             return None
         raise CheckpointError(
-            f"{checkpoint.folder}: the head speaks {spec.draft_vocab_size} of {spec.vocab_size} tokens, but there is "
-            "neither d2t nor t2d to say which."
+            f"{checkpoint.folder}: the head drafts {spec.draft_vocab_size} of {spec.vocab_size} tokens, but has "
+            "neither d2t nor t2d to name them."
         )
     if members is not None and not torch.equal(ids, members.nonzero().flatten()):
         raise CheckpointError(
@@ -210,7 +210,7 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
     if offsets is not None and members is None and spec.draft_vocab_size < spec.vocab_size and not offsets.any():
         logger.warning_once(
             f"{checkpoint.folder}: d2t is zero everywhere, so draft ids are the target's first {len(offsets)}. It may "
-            "never have been filled: `hf-speculate check` tells whether the head drafts as it should."
+            "never have been filled: `hf-speculate check` measures whether the head drafts as it should."
         )
     is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
     return None if is_whole else ids

@@ -138,9 +138,9 @@ class DraftModelDrafter(Drafter):
     def advice(self) -> Advice:
         name = self.model.config.name_or_path or type(self.model).__name__
         return Advice(
-            good=f"the draft model {name} brings more than it costs",
-            poor=f"The draft model {name} is too slow beside this target, or writes another text: try a smaller one of "
-            "the target's family, fewer tokens a draft (depth=), or prompt_lookup.",
+            good=f"the draft model {name} saves more time than it costs",
+            poor=f"The draft model {name} is too slow for this target, or writes another text: try a smaller one of "
+            "the target's family, fewer tokens per draft (depth=), or prompt_lookup.",
         )
 
     @classmethod

@@ -83,8 +83,8 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         opened = super().open(folder, conventions, target)
         if target is not None and opened.spec.parallel and opened.spec.mask_token_id is None:
             raise CheckpointError(
-                f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): give "
-                "mask_token_id=..., what its training had; without word of that, the tokenizer's mask token."
+                f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): pass "
+                "mask_token_id=, the token used in training. If unknown, try the tokenizer's mask token."
             )
         return opened
 
@@ -243,7 +243,7 @@ def _features(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
         num_features = fc_size // hidden_size if dialect == "deepspec" else 3
     if not 0 < num_features <= _MAX_FEATURES or fc_size % num_features:
         raise CheckpointError(
-            f"fc.weight takes {fc_size} inputs, which is no multiple of the {num_features} target layers "
+            f"fc.weight takes {fc_size} inputs, which is not a multiple of the {num_features} target layers "
             f"that the config names ({layers or 'none; 3 by default'}; at most {_MAX_FEATURES})."
         )
     target_hidden_size = fc_size // num_features

@@ -73,7 +73,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         ("EAGLE-1", lambda spec: spec.version == 1),
         ("logits without a norm", lambda spec: not spec.norm_logits),
         ("windows of different lengths", lambda spec: len({w for w in spec.windows if w}) > 1),
-        ("a mask token that nobody has named", lambda spec: spec.parallel and spec.mask_token_id is None),
+        ("a mask token without a known id", lambda spec: spec.parallel and spec.mask_token_id is None),
     ),
     "llama.cpp": (
         *_COMMON,

@@ -182,7 +182,7 @@ class HeadFiles(Generic[Spec, Head]):
             raise CheckpointError(f"{folder} holds no {cls.kind}: {listed(sorted(shapes), 8)} …")
         if not checkpoint.config:
             raise CheckpointError(
-                f"{folder} has no config.json, which says {cls.config_says}: copy it from where the head is from."
+                f"{folder} has no config.json, which gives {cls.config_says}: copy it from where the head is from."
             )
         stated = Stated.of(checkpoint, shapes, cls.section, cls.layer_type)
         try:
@@ -192,7 +192,7 @@ class HeadFiles(Generic[Spec, Head]):
         for option, question in cls.unclear(stated, spec).items():
             if getattr(conventions, option) is None:
                 logger.warning_once(
-                    f"{folder}: its files do not say {question}. It is read with {option}={getattr(spec, option)!r}; "
+                    f"{folder}: its files do not state {question}. It is read with {option}={getattr(spec, option)!r}; "
                     f"if it drafts badly, give {option} yourself (`hf-speculate check` tries the others)."
                 )
         return spec

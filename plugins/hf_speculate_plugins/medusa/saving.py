@@ -39,7 +39,7 @@ def write_heads(
     check_layout(layout, heads)
     if layout == "vllm" and vocab_size is None:
         raise CheckpointError(
-            "the vllm layout names the size of the target's vocabulary, and nothing here tells it: give the target."
+            "the vllm layout holds the size of the target's vocabulary, which is not known here: give the target."
         )
     file, tensors, config = _as_vllm(heads, vocab_size) if layout == "vllm" else _as_fasterdecoding(heads)
     if base_model:

@@ -132,7 +132,7 @@ class TrainingMethod(nn.Module, ABC):
     @classmethod
     def from_folder(cls, folder: str, target: nn.Module, options: Any) -> Self:
         """The method around a trained head (folder or Hub id), whose training goes on."""
-        raise RecipeError(f"{cls.name} cannot go on from a trained head: leave method.start_from out.")
+        raise RecipeError(f"{cls.name} cannot continue the training of a head: leave method.start_from out.")
 
     @abstractmethod
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:

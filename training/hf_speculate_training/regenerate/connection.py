@@ -65,7 +65,7 @@ class Connection:
 
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
-            raise ServerError(f"{url!r} is no address of a server: e.g. http://localhost:8000.")
+            raise ServerError(f"{url!r} is not the address of a server, e.g. http://localhost:8000.")
         self._retries = retries
         key = os.environ.get(KEY_VARIABLE, "none")
         http_client, self._reply_class = _bounded_client(timeout)
@@ -128,10 +128,10 @@ class Connection:
         raise self._silent(path, problem)
 
     def _refused(self, path: str, error: Any) -> ServerError:
-        said = " ".join(str(error.message).split())[:300]
+        problem = " ".join(str(error.message).split())[:300]
         if error.status_code >= 500 or error.status_code in (408, 409, 429):
-            return ServerError(f"{self.url}/v1{path} failed {self._retries + 1} times, at last with {said}")
-        return ServerError(f"{self.url}/v1{path} refuses a request: {said}", error.status_code)
+            return ServerError(f"{self.url}/v1{path} failed {self._retries + 1} times; last error: {problem}")
+        return ServerError(f"{self.url}/v1{path} refuses a request: {problem}", error.status_code)
 
     def _silent(self, path: str, problem: str) -> ServerError:
         return ServerError(f"{self.url}/v1{path} gave no answer in {self._retries + 1} attempts ({problem}).")

@@ -80,7 +80,7 @@ class Journal:
                 os.truncate(self.path, start)
             raise SpeculateError(
                 f"cannot write {self.path}: {error}. The {start} bytes before are complete; run the same command again "
-                "to go on."
+                "to resume."
             ) from error
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Journal:
             found = read_json(self._settings_path)
         except CheckpointError as error:
             raise SpeculateError(
-                f"{self.path} exists, but {self._settings_path.name}, which says what it was made with, cannot be "
+                f"{self.path} exists, but {self._settings_path.name}, which holds its settings, cannot be "
                 f"read: give another output, or remove the file. ({error})"
             ) from error
         different = [key for key in {**found, **self._settings} if found.get(key) != self._settings.get(key)]

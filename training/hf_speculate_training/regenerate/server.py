@@ -202,5 +202,5 @@ class ServerEngine(Engine):
         names = self._connection.models()
         if len(names) != 1:
             listed = ", ".join(names) or "none"
-            raise ServerError(f"{self._connection.url} has {listed}: say which model it is with --server-model.")
+            raise ServerError(f"{self._connection.url} has {listed}: name the model with --server-model.")
         return names[0]

@@ -168,7 +168,7 @@ def name_of(target: TargetSection | nn.Module) -> str:
     name = target.path if isinstance(target, TargetSection) else unwrap(target).name_or_path
     if not name:
         raise SpeculateError(
-            f"the {type(target).__name__} does not say where it came from: give processing_class, its tokenizer, and "
+            f"the {type(target).__name__} has no name_or_path: give processing_class, its tokenizer, and "
             "args with an output_dir."
         )
     return name

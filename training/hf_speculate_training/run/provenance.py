@@ -65,7 +65,7 @@ def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], fol
         listed = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in sorted(different.items()))
         raise SpeculateError(
             f"cannot resume in {os.fspath(folder)}: the {kind} is not the one that the run was started with "
-            f"({listed}). Resume with that one, or start anew in another folder."
+            f"({listed}). Resume with that one, or start a new run in another folder."
         )
 
 

@@ -238,7 +238,7 @@ def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Re
 def _refuse_secrets(content: Mapping[str, Any]) -> None:
     if place := find_secret(content):
         raise RecipeError(
-            f"{place} holds a token, a key or a password. A recipe is written beside the head and uploaded with it: "
+            f"{place} holds a token, a key or a password. A recipe is saved with the head and uploaded with it: "
             "leave it out of the recipe and of --set. Possible: `hf auth login`, or the environment (HF_TOKEN, "
             "WANDB_API_KEY, …)."
         )

@@ -149,7 +149,7 @@ class CacheIndex:
             partial.unlink(missing_ok=True)
             raise FeatureCacheError(
                 f"cannot write {path}: {error}. {sum(map(self.has, range(self.num_shards)))} of {self.num_shards} "
-                "shards are complete and stay; make room and run it again to go on."
+                "shards are complete and stay; free some disk space and run it again to resume."
             ) from error
 
     def verify(self) -> None:
@@ -222,7 +222,7 @@ def _absent(found: dict[str, Any], name: str) -> bool:
 
 def _broken(path: Path, why: str) -> FeatureCacheError:
     return FeatureCacheError(
-        f"cannot read the index of a feature cache, {path}: {why.rstrip('.')}. Remove the folder and write it anew."
+        f"cannot read the index of a feature cache, {path}: {why.rstrip('.')}. Remove the folder and write it again."
     )
 
 

@@ -130,7 +130,7 @@ class FeatureCache(Dataset):
         if missing:
             raise FeatureCacheError(
                 f"the feature cache {self.folder} is unfinished: {len(missing)} of {index.num_shards} shards are "
-                f"missing (the first: {index.shard_name(missing[0])}). Run write_features again to go on."
+                f"missing (the first: {index.shard_name(missing[0])}). Run write_features again to resume."
             )
         if verify:
             index.verify()

@@ -128,7 +128,9 @@ def write_foreign_features(folder: str | os.PathLike, reader: TargetReader, rows
             partial.replace(file)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            raise FeatureCacheError(f"cannot write {file}: {error}. Make room, and run it again to go on.") from error
+            raise FeatureCacheError(
+                f"cannot write {file}: {error}. Free some disk space and run it again to resume."
+            ) from error
     return len(rows.documents)
 
 
