@@ -225,7 +225,7 @@ class Compiler:
             return _guarded(made, *arguments)
         kind = kind, tuple(map(self._state, modules_in(arguments)))
         if graphs.recordings.is_unrecordable(kind):
-            self.refuse("recording failed (a warning said why)")
+            self.refuse("recording failed (a warning gave the reason)")
         function = made if self.backend is None else _Guarded(made)
         result = graphs.recordings.run(function, kind, arguments, device)
         if kind not in self._seen:

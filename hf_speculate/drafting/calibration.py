@@ -87,7 +87,7 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """The calibration saved beside a head (`calibration.json`).
+    """The calibration saved with a head (`calibration.json`).
 
     Attributes:
         greedy, sampled: shares to begin with, for requests of each kind; None if unknown.

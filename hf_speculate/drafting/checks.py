@@ -41,8 +41,8 @@ class DraftChecks:
         """A version of `tree` that can be scored, with `roots` as its nodes 0.
 
         Raises:
-            DrafterError: the result is no tree, has another number of rows, or breaks an invariant of `DraftTree`. For
-                a tree on a device this is raised where its `host` is first used.
+            DrafterError: the result is not a tree, has another number of rows, or breaks an invariant of `DraftTree`.
+                For a tree on a device this is raised where its `host` is first used.
         """
         if not isinstance(tree, DraftTree):
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")

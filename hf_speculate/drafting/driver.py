@@ -117,7 +117,7 @@ class Drafting:
                 yield from self._session.sources(row, tokens[:number])
 
     def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
-        """Tells the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.
+        """Passes the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.
 
         Rounds without a draft are left out: they may not lose that time.
         """

@@ -120,7 +120,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufFile:
     """Reads metadata and the table of tensors; no tensor is touched.
 
     Raises:
-        CheckpointError: it is no GGUF file, is broken or cut off, or has a tensor of an unknown type.
+        CheckpointError: it is not a GGUF file, is broken or cut off, or has a tensor of an unknown type.
     """
     path, sizes = user_path(path), _type_sizes()
     with open_regular(path) as file:
@@ -250,7 +250,7 @@ def _placed(
 
 
 def _read_entry(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> tuple[str, tuple[int, ...], str, int, int]:
-    """Name, shape, type, offset within the data and bytes a row of the next tensor."""
+    """Name, shape, type, offset within the data and bytes per row of the next tensor."""
     name, num_dimensions = cursor.string(), cursor.scalar("<I")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise cursor.broken(f"tensor {name!r} has {num_dimensions} dimensions")

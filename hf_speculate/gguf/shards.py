@@ -21,7 +21,7 @@ _NO, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model that a file of this name is a part of; its own name if it is no part."""
+    """The names of all parts of the model that a file of this name is a part of; its own name if it is not a part."""
     found = _PART.search(name)
     if found is None:
         return [name]

@@ -74,7 +74,7 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
     for name in ORIGINS if origins_only else (CARD_FILE, *ORIGINS):
         try:
             found.setdefault(name, own_file(folder, name))
-        except CheckpointError as error:  # the same one for every file behind the link to a folder
+        except CheckpointError as error:  # the same one for every file of a linked folder
             problems.add(str(error))
     for problem in sorted(problems):
         logger.warning(f"left out: {problem}")
@@ -84,7 +84,7 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
 def copy_published(files: Mapping[str, Path], destination: str | os.PathLike) -> None:
     """Copies files in their public form; a broken optional one is left out with a warning.
 
-    `recipe.yaml` is written anew from the recipe in the provenance.
+    `recipe.yaml` is written again, from the recipe in the provenance.
 
     Raises:
         CheckpointError: a file of the drafter's cannot be read, or holds a secret where it cannot be taken out.
@@ -177,7 +177,7 @@ def _json(shown: Mapping[str, Any], content: Mapping[str, Any]) -> bytes | None:
 
 
 def _metadata(path: Path) -> Any:
-    """The metadata of a safetensors file; None if it has none, or is no such file."""
+    """The metadata of a safetensors file; None if it has none, or is not such a file."""
     with path.open("rb") as file:
         head = file.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -265,7 +265,7 @@ def push_folder(
 
 
 def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool:
-    """Writes the card of a head anew, from its provenance, or without one from its generated card.
+    """Regenerates the card of a head from its provenance, or without one from its generated card.
 
     Returns:
         False if the folder has a card that a person wrote, which was kept.

@@ -94,7 +94,7 @@ def drafter_class_for(folder: str):
 
 
 def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
-    """The message for a name that is no folder and could not be downloaded from the Hub."""
+    """The message for a name that is not a folder and could not be downloaded from the Hub."""
     if "/" not in name:
         return f"{unknown_drafter_message(name)} Nor is it a folder; a head is a folder or a Hub id 'owner/name'."
     parent, last = os.path.split(name)
@@ -139,8 +139,8 @@ def check_upload(repo_id: str, *, token: str | bool | None = None) -> str:
     """The full id, "owner/name", of a repository that could be uploaded to; makes nothing.
 
     Raises:
-        UploadError: the name is impossible, nobody is logged in, the owner is not yours, the token may only read, or
-            the Hub cannot be reached.
+        UploadError: the name is impossible, the user is not logged in, the owner is not yours, the token may only read,
+            or the Hub cannot be reached.
     """
     try:
         validate_repo_id(repo_id)
@@ -174,7 +174,7 @@ def _user(repo_id: str, token: str | bool | None) -> dict[str, Any]:
 
 
 def _may_write(user: Mapping[str, Any], owner: str, full_id: str) -> bool:
-    """Whether the token allows an upload; of unknown kinds of tokens, the upload will tell."""
+    """Whether the token allows an upload; for unknown kinds of tokens, the upload will show it."""
     access = (user.get("auth") or {}).get("accessToken") or {}
     if access.get("role") != "fineGrained":
         return access.get("role") != "read"

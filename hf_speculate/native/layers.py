@@ -22,7 +22,7 @@ from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 # Largest number of rows in one kernel call (its CHUNK).
 MOST_ROWS = 128
 
-# Most runs of a query, beside one for each other query: earlier ancestors and contiguous pieces.
+# Most runs of a query, in addition to one for each other query: earlier ancestors and contiguous pieces.
 _MOST_RUNS = 32
 
 # RMSNorms of a layer, in the order of the structure.

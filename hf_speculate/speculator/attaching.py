@@ -82,7 +82,7 @@ def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator
 
     Raises:
         SpeculateError: the model generates nothing.
-        TypeError: the object is no model and holds none.
+        TypeError: the object is not a model and holds none.
     """
     model = held_model(model)
     generating = _generating(model)

@@ -22,7 +22,7 @@ class HeadRecord:
 
     Attributes:
         is_own_target: whether the target is the one of its training, by weights, quantisation and adapters; None where
-            no record says it.
+            there is no record of it.
         accuracy: share of its first draft tokens that were right at the end of training; None without a record.
         length: mean acceptance length at the end of training; None without a record.
     """
