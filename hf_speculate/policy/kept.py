@@ -1,6 +1,6 @@
 """Keeps measured round costs in the user's cache folder, so that a new process begins with them.
 
-The file's name is a hash of everything that costs depend on. It gives the policy how costs compare; the first rounds of
+The file's name is a hash of everything that costs depend on. It shows the policy how costs compare; the first rounds of
 a process show how fast the machine is now. Nothing here raises: a file that cannot be read or written is ignored.
 """
 

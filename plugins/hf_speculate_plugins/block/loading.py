@@ -38,7 +38,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
 
     @classmethod
     def recognizes(cls, shapes: Shapes) -> bool:
-        # The context's norm lies beside the layers, not in the first of them as EAGLE-3's does.
+        # The context's norm lies next to the layers, not in the first of them as EAGLE-3's does.
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
     @classmethod
@@ -228,7 +228,7 @@ def _scoring_parts(stated: Stated, keys: _Keys) -> dict[str, Any]:
     """Markov head, confidence head, convolutions, selector."""
     shapes, has_confidence = stated.shapes, "confidence_head.proj.weight" in stated.shapes
     found: dict[str, Any] = {}
-    if keys.dialect == "llama.cpp":  # tensors tell; its Markov heads are vanilla, and confidence heads see their codes
+    if keys.dialect == "llama.cpp":  # its Markov heads are vanilla, and confidence heads see their codes
         if _MARKOV in shapes:
             found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
         return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})

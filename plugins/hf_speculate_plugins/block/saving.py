@@ -125,7 +125,7 @@ class BlockFiles(BlockReading):
 
 
 def _causal_kinds(spec: BlockSpec) -> set[tuple[bool, bool]]:
-    """(has a window, is causal) of layers, without the pair that says nothing: neither."""
+    """(has a window, is causal) of layers, without the pair that means nothing: neither."""
     kinds = {(window is not None, causal) for window, causal in zip(spec.windows, spec.causal, strict=True)}
     return kinds - {(False, False)}
 

@@ -21,7 +21,7 @@ from .target_files import TargetFiles
 
 
 # Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
-# such files) unless the config says that they were trained.
+# such files) unless the config states that they were trained.
 _MIN_COSINE = 0.05
 
 
@@ -53,7 +53,7 @@ def shared_embeddings(
     Args:
         opened: the head.
         theirs: the target's embedding module.
-        choice: "own" or "target", if somebody knows; else they are compared.
+        choice: "own" or "target"; None compares them.
         trained: default of the config's `embed_requires_grad`: such heads train their embeddings.
     Raises:
         CheckpointError: the head needs its own, and the file has none.
@@ -234,7 +234,7 @@ def target_needed(opened: OpenedHead[Any], layout: str, name: str) -> Checkpoint
 
 
 def were_trained(opened: OpenedHead[Any], config: ConfigValues, target: TargetFiles | None) -> bool:
-    """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
+    """Whether embeddings in a file are the head's own. They are unless the files state otherwise."""
     if "embed_requires_grad" in config or target is None:
         return config.flag("embed_requires_grad", True)
     own, theirs = opened.checkpoint.tensors["embed_tokens.weight"], target.input_embeddings().weight

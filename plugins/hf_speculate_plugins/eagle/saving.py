@@ -26,12 +26,12 @@ from .loading import EagleReading
 from .spec import EagleSpec
 
 
-# "compact" is SpecForge's without what the target has anyway: nobody else reads it; `convert` makes the others of it.
-# "llama.cpp" is a GGUF file, which also holds the target's tokenizer.
+# "compact" is SpecForge's without what the target has anyway: only hf_speculate reads it; `convert` makes the others of
+# it. "llama.cpp" is a GGUF file, which also holds the target's tokenizer.
 _AS_SPECFORGE = ("specforge", "compact")
 
 _NORMS_OF_HEADS: Limit = ("norms of queries and keys", lambda spec: spec.qk_norm)
-# One layer of Llama behind three features.
+# One layer of Llama after three features.
 _ONE_LAYER: tuple[Limit, ...] = (
     ("more than one layer", lambda spec: spec.num_layers > 1),
     _NORMS_OF_HEADS,
@@ -159,7 +159,7 @@ class EagleFiles(EagleReading):
 
 
 def _feature_layers(spec: EagleSpec, layout: str, num_target_layers: int | None) -> list[int] | None:
-    """The layers for a config; None: the default, which all layouts share and nobody needs to write."""
+    """The layers for a config; None: the default, which all layouts share and need not hold."""
     if spec.version == 1:
         return None
     if num_target_layers is None:

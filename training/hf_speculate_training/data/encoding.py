@@ -39,11 +39,11 @@ class Encoder:
 
     Args:
         tokenizer: the target's tokenizer.
-        end_ids: tokens at which the target stops. It emits the end-of-turn token, but not what a template writes
-            behind that.
+        end_ids: tokens at which the target stops. It emits the end-of-turn token, but not what a template writes after
+            that.
         turns: "together" makes one document of a conversation, with a loss on every assistant turn. "separate" makes a
             document of every assistant turn, after the history that the template shows there. Templates that rewrite
-            earlier turns (and drop, say, the reasoning of all but the last) need it.
+            earlier turns (and drop, for example, the reasoning of all but the last) need it.
         append_eos: True ends plain texts and completions with the tokenizer's eos token, as the target's own training
             documents end.
     """
@@ -57,7 +57,7 @@ class Encoder:
         """The documents of an example.
 
         Raises:
-            SpeculateError: the tokenizer has no chat template, or one whose turns cannot be told apart.
+            SpeculateError: the tokenizer has no chat template, or one whose turns cannot be separated.
             RecordError: this example cannot be rendered, others perhaps can.
         """
         if isinstance(example, Tokens):

@@ -44,7 +44,7 @@ class RecordError(SpeculateError, ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's form. The target is to emit what the assistant says.
+    """Messages in OpenAI's form. The target is to emit the assistant's messages.
 
     Attributes:
         messages: the messages, with "role" and "content" at least.

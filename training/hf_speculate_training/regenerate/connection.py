@@ -3,8 +3,8 @@
 The client is OpenAI's own. It knows which requests can be tried again, and waits longer each time, or as long as the
 server asks. It bounds only the time between two bytes; this module adds a limit for the whole answer.
 
-Answers have OpenAI's form. A field that is used has its type, or the answer is refused: numbers are no texts, booleans
-no token ids, and a text holds no lone surrogates. Fields that nobody uses may hold anything.
+Answers have OpenAI's form. A field that is used has its type, or the answer is refused: numbers are not texts, booleans
+not token ids, and a text holds no lone surrogates. Fields that are not used may hold anything.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Connection:
         return self._asked("post", path, form, body=body)
 
     def close(self) -> None:
-        """Ends requests under way: nobody waits for them any more."""
+        """Ends requests under way: their answers are not needed any more."""
         from anyio import move_on_after
 
         async def end() -> None:
@@ -226,7 +226,7 @@ class Models(_Reply):
 
 
 def is_cut(error: ValidationError) -> bool:
-    """True if the reply is no JSON: the line was cut, or somebody else answered."""
+    """True if the reply is not JSON: the line was cut, or another server answered."""
     return error.errors(include_url=False)[0]["type"] == "json_invalid"
 
 

@@ -21,7 +21,7 @@ class Journal:
     """An output file of groups of lines; a group is all lines of one example.
 
     Every line holds the example's `id`, and `is_last`, which marks the end of its group. Opening the file again cuts
-    off a line or a group that a kill left unfinished. A file beside it (`.settings`) holds the settings.
+    off a line or a group that a kill left unfinished. A file next to it (`.settings`) holds the settings.
 
     Args:
         path: the output file; its folder is made if it is absent.
@@ -88,7 +88,7 @@ class Journal:
         self._lock.release()
 
     def _check_place(self) -> None:
-        """Raises before any file is made beside a device or a folder."""
+        """Raises before any file is made next to a device or a folder."""
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(self.path.stat().st_mode):
                 raise SpeculateError(
@@ -141,7 +141,7 @@ class Journal:
 
 
 class _Line(BaseModel):
-    """Fields of a line that say where it belongs."""
+    """Fields of a line that give its place."""
 
     model_config = ConfigDict(strict=True)
 
