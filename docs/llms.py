@@ -46,7 +46,7 @@ def _sections(nav: list[Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _about(text: str) -> str:
-    """The first sentence of a page, behind a colon; "" if the page begins with something else."""
+    """The first sentence of a page, after a colon; "" if the page begins with something else."""
     found = _PARAGRAPH.search(text)
     sentence = re.split(r"(?<=\.)\s", " ".join(found["text"].split()), maxsplit=1)[0] if found else ""
     return ": " + _LINK.sub(r"\1", sentence) if sentence else ""

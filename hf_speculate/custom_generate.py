@@ -27,7 +27,7 @@ def generate(model: Any, **arguments: Any) -> Any:
     Raises:
         SpeculateError: see `generate(speculator=...)`; or no `generate(custom_generate=...)` called this.
     """
-    if "speculator" in arguments:  # nobody has checked this if the package was not imported before
+    if "speculator" in arguments:  # not checked yet if the package was not imported before
         raise UnsupportedRequestError(
             "speculator= and custom_generate= both replace the decoding loop: give one of them."
         )

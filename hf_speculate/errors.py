@@ -1,4 +1,4 @@
-"""Errors of hf_speculate. Each message says what was asked, what was found and what is possible."""
+"""Errors of hf_speculate. Each message names what was requested, what was found and what is possible."""
 
 from .messages import message
 

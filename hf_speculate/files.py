@@ -33,7 +33,7 @@ _KINDS = {dict: "an object", str: "a text", int: "an integer", list: "a list"}
 # Beginning of the file that Git-LFS leaves in the place of a large one.
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
-# Function that writes one file at a path, which nobody else knows yet.
+# Function that writes one file at a path, which no other process knows yet.
 Writer = Callable[[str], Any]
 
 
@@ -78,8 +78,8 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
     """The real path of a regular file directly in `folder`; None if there is no such file.
 
-    Links are not followed, because the file behind one does not belong to the folder. The exception is a snapshot in
-    the Hub's cache: its links lead to blobs of the same repository.
+    Links are not followed, because the file that one points to does not belong to the folder. The exception is a
+    snapshot in the Hub's cache: its links lead to blobs of the same repository.
 
     Args:
         folder: a folder, which may itself be reached by a link.
@@ -161,8 +161,8 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict
     Args:
         limit: largest size in bytes.
     Raises:
-        CheckpointError: the file is no regular one, is larger than `limit` or no JSON; it is nested deeper than 64
-            levels, holds an integer of more than 40 digits or text that is no Unicode, or is no object.
+        CheckpointError: the file is not a regular one, is larger than `limit` or is not JSON; it is nested deeper than
+            64 levels, holds an integer of more than 40 digits or text that is not Unicode, or is not an object.
     """
     data = read_bytes(path, limit)
     try:
@@ -227,7 +227,7 @@ def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -
     Args:
         files: writers by name, in the order in which the files take their names.
     Raises:
-        CheckpointError: the files could not be written (a full disk, no rights); the message says what is there now.
+        CheckpointError: the files could not be written (a full disk, no rights); the message lists what is there now.
     """
     where = Path(folder)
     suffix = f".{os.getpid()}.{secrets.token_hex(4)}.tmp"

@@ -213,9 +213,9 @@ def _mask_user(match: re.Match[str]) -> str:
 
 
 def _without_user(rest: str) -> str:
-    """The part of a URL behind its scheme, without user and password.
+    """The part of a URL after its scheme, without user and password.
 
-    A password may hold characters that end a host. So the host ends early only if a port can stand behind its colon.
+    A password may hold characters that end a host. So the host ends early only if a port can stand after its colon.
     """
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
     port = host.partition(":")[2]

@@ -93,7 +93,7 @@ def plot_rounds(rounds: Iterable[Round], *, row: int = 0, axes: Axes | None = No
     axes.bar(places, own, bottom=accepted, color=_OWN, label="the target's own token")
     axes.plot(places, [round.num_nodes for round in shown], color="#546e7a", lw=1, label="draft nodes")
     axes.set(xlabel="round", ylabel="tokens")
-    axes.set_title(f"{(sum(accepted) + sum(own)) / len(shown):.2f} tokens a round", fontsize=10)
+    axes.set_title(f"{(sum(accepted) + sum(own)) / len(shown):.2f} tokens per round", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     return axes
 

@@ -42,11 +42,11 @@ def load_drafter(name: str) -> type[Drafter]:
 
 
 def unknown_drafter_message(name: str) -> str:
-    """The message for a name that is no drafter's: the nearest one, and the trained heads nearby."""
-    told = unknown_name_message(name, installed_drafters(), "drafter")
+    """The message for a name without a drafter: the nearest one, and the trained heads nearby."""
+    message = unknown_name_message(name, installed_drafters(), "drafter")
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
     near = [head for head in heads if name in head] or heads
-    return f"{told} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
+    return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
@@ -71,7 +71,7 @@ def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
 
 
 def load_installed(point: EntryPoint, kind: type[Member]) -> type[Member]:
-    """The class behind an entry point; raises `SpeculateError` if it is no subclass of `kind`."""
+    """The class behind an entry point; raises `SpeculateError` if it is not a subclass of `kind`."""
     found = point.load()
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise SpeculateError(
@@ -182,7 +182,7 @@ def joined_sources(source: str) -> list[str]:
 
 
 def _begins_source(before: str, piece: str) -> bool:
-    """Whether the text after a "+" names a drafter or folder, and is no part of a folder's name itself."""
+    """Whether the text after a "+" names a drafter or folder, and is not a part of a folder's name itself."""
     name = piece.partition(":")[0].strip()
     value = f"{before}+{piece}".rpartition("=")[2]
     is_source = name in installed_drafters() or os.path.exists(user_path(name))

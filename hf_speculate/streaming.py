@@ -84,7 +84,7 @@ def stream(model, inputs=None, *, speculator=None, tokenizer=None, decode_kwargs
         TypeError: `decode_kwargs` were given without a tokenizer.
     """
     if tokenizer is None and decode_kwargs is not None:
-        raise TypeError("decode_kwargs= says how the tokenizer decodes: give tokenizer= too.")
+        raise TypeError("decode_kwargs= has options for the tokenizer: give tokenizer= too.")
     if tokenizer is None:
         return _tokens(_prepared("stream", "rounds", model, inputs, speculator, generate_kwargs))
     generate_kwargs["tokenizer"] = tokenizer

@@ -50,7 +50,7 @@ def test_bars_are_the_tokens_of_the_rounds_without_the_prompts():
     prefill = a_round(tokens=[[10]], num_accepted=[0], is_prefill=True)
     axes = plot_rounds([prefill, a_round(2), a_round(1), a_round(0)])
     assert [bar.get_height() for bar in axes.patches] == [2, 1, 0, 1, 1, 1]
-    assert axes.get_title() == "2.00 tokens a round"
+    assert axes.get_title() == "2.00 tokens per round"
     assert list(axes.lines[0].get_ydata()) == [3, 3, 3]
 
 

@@ -144,7 +144,7 @@ def test_a_draft_model_that_costs_more_than_it_brings_is_named_once(monkeypatch)
         target.generate(random_prompt(12), speculator=speculator, max_new_tokens=60, do_sample=False, eos_token_id=None)
     assert speculator.stats.mean_acceptance_length < 1.05, "random weights agree on nothing"
     assert len(warned) == 1
-    assert "The draft model org/other-small is too slow beside this target" in warned[0]
+    assert "The draft model org/other-small is too slow for this target" in warned[0]
 
 
 def test_verdicts_can_be_left_out():

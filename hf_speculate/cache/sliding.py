@@ -1,5 +1,5 @@
-"""Sliding-window cache layers whose end can move back. Entries behind the window are dropped only when the buffer is
-full."""
+"""Sliding-window cache layers whose end can move back. Entries that have left the window are dropped only when the
+buffer is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .layers import GROWTH, MIN_CAPACITY, PreallocatedLayer
 
 
-# Entries kept behind the window: the end can always move back by this many.
+# Entries kept after they have left the window: the end can always move back by this many.
 _SPARE = 64
 
 _Checkpoint = tuple[dict[str, Tensor], dict[str, int], int, int, bool]
@@ -134,7 +134,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         return keys, values
 
     def reserve(self, capacity: int, key_like: Tensor, value_like: Tensor) -> None:
-        """Makes room up to index `capacity`, dropping entries behind the window. It changes no entry."""
+        """Makes room up to index `capacity`, dropping entries that have left the window. It changes no entry."""
         room = capacity - self.origin
         if self._is_owned and self._buffers["keys"].shape[-2] >= room and self._is_writable():
             return

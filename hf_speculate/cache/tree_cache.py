@@ -150,7 +150,7 @@ class TreeCache:
                 the row unchanged; it is required for rows that are set aside.
             ended: rows that will never be appended to again. Sliding windows need not wait for them.
 
-        Moves at most `max(len(path))` entries a row behind the committed prefix; the prefix is never touched.
+        Moves at most `max(len(path))` entries per row after the committed prefix; the prefix is never touched.
         """
         base = self.append_index
         lengths = tuple(length + len(path) for length, path in zip(self.lengths, paths, strict=True))

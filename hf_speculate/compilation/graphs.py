@@ -124,7 +124,7 @@ def find_backend(compile: bool | str | None) -> str | None:
     if compile is None or isinstance(compile, bool):
         return "inductor" if compile else None
     if compile not in (known := list_backends(None)):
-        raise ValueError(f"compile={compile!r} is no backend of torch.compile; possible: True, {', '.join(known)}.")
+        raise ValueError(f"compile={compile!r} is not a backend of torch.compile; possible: True, {', '.join(known)}.")
     return compile
 
 
@@ -225,7 +225,7 @@ class Compiler:
             return _guarded(made, *arguments)
         kind = kind, tuple(map(self._state, modules_in(arguments)))
         if graphs.recordings.is_unrecordable(kind):
-            self.refuse("recording failed (a warning said why)")
+            self.refuse("recording failed (a warning gave the reason)")
         function = made if self.backend is None else _Guarded(made)
         result = graphs.recordings.run(function, kind, arguments, device)
         if kind not in self._seen:

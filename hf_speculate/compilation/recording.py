@@ -5,7 +5,7 @@ them. A recording launches all of them at once. It needs no compiler and takes t
 
 A recording holds addresses: those of its arguments (`Buffers` keep theirs) and those of the weights. So it is looked up
 by the addresses of the arguments and by the state of their modules (`state_of`), which the caller computes once a
-request. Nobody may change a model during a call.
+request. Do not change a model during a call.
 
 All recordings of a device share one pool of memory, because replays never overlap: one lock orders those of all
 threads, and a replay on another stream waits for the last one. What a recording returns stays its own, and the next
@@ -133,7 +133,7 @@ _last_streams: dict[torch.device, Any] = {}
 @cache
 def _capture_stream(device: torch.device) -> Any:
     """The stream of all captures, on which nothing else runs. So the workspace that cuBLAS keeps for it lies in the
-    pool of the recordings, and nobody who clears workspaces takes it from them."""
+    pool of the recordings, and clearing workspaces does not take it from them."""
     return torch.cuda.Stream(device)
 
 
@@ -188,9 +188,9 @@ def _capture(graph: Any, pool: Any, device: torch.device, function: Callable[[],
 def _give_up(graph: Any, pool: Any, device: torch.device) -> None:
     """Ends a capture that has failed, so that torch can be used as before.
 
-    Where the capture is invalid, `capture_end` raises before it has told allocators and random generators that it is
-    over. The allocator of the device is told here. The others are told by the next capture that succeeds, in a new
-    pool: the old one counts as being recorded to.
+    Where the capture is invalid, `capture_end` raises before it has notified allocators and random generators that it
+    is over. The allocator of the device is notified here. The others are notified by the next capture that succeeds, in
+    a new pool: the old one counts as being recorded to.
     """
     with suppress(RuntimeError):
         graph.capture_end()
@@ -199,7 +199,7 @@ def _give_up(graph: Any, pool: Any, device: torch.device) -> None:
     if end is not None:
         with suppress(RuntimeError):
             end(torch.cuda.current_device(), pool)
-    _anchors.append(graph)  # an allocator still asks it whether it records
+    _anchors.append(graph)  # an allocator still queries whether it records
     _pool.cache_clear()
 
 

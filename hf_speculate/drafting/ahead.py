@@ -1,7 +1,7 @@
 """The next round's draft, made on a separate thread while the target verifies this one.
 
 The text never depends on how long that takes. A draft whose guess was right is waited for. Any other is cancelled and
-dropped, and nobody else uses the session until it has ended. A wrong guess costs only time.
+dropped, and nothing else uses the session until it has ended. A wrong guess costs only time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pending:
     Args:
         worker: worker on whose thread the draft is made.
         call: function that makes the draft.
-        cancelled: event that tells the drafter to stop.
+        cancelled: event that signals the drafter to stop.
         path: token ids that the draft assumes to be committed.
 
     Attributes:

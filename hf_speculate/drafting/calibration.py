@@ -87,7 +87,7 @@ def rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class CalibrationTable:
-    """The calibration saved beside a head (`calibration.json`).
+    """The calibration saved with a head (`calibration.json`).
 
     Attributes:
         greedy, sampled: shares to begin with, for requests of each kind; None if unknown.
@@ -118,12 +118,12 @@ class CalibrationTable:
             content = read_json(path, _MAX_BYTES)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} What cannot be read is written anew by `hf-speculate check --calibrate`; without it a head's "
-                "values are believed."
+                f"{error} Run `hf-speculate check --calibrate` to write it again, or remove it: the head's values are "
+                "then used as they are."
             ) from error
         if content.get("edges") != list(_EDGES):
             raise CheckpointError(
-                f"{path} was written for other ranges of values; `hf-speculate check --calibrate` writes it anew."
+                f"{path} has other ranges of values; run `hf-speculate check --calibrate` to write it again."
             )
         return cls(*(_checked(content.get(name), path, name) for name in ("greedy", "sampled")))
 

@@ -41,8 +41,8 @@ class DraftChecks:
         """A version of `tree` that can be scored, with `roots` as its nodes 0.
 
         Raises:
-            DrafterError: the result is no tree, has another number of rows, or breaks an invariant of `DraftTree`. For
-                a tree on a device this is raised where its `host` is first used.
+            DrafterError: the result is not a tree, has another number of rows, or breaks an invariant of `DraftTree`.
+                For a tree on a device this is raised where its `host` is first used.
         """
         if not isinstance(tree, DraftTree):
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
@@ -91,7 +91,9 @@ class DraftChecks:
             and values.device == tokens.device
         ):
             found = f"{list(values.shape)} ({values.dtype}, {values.device})" if isinstance(values, Tensor) else values
-            raise self._error(f"gave the values {found} to {list(tokens.shape)} nodes; floats beside them, or None")
+            raise self._error(
+                f"gave the values {found} to {list(tokens.shape)} nodes; expected floats of that shape and device"
+            )
         if not tokens.shape[1]:
             raise self._error("drafted no nodes: node 0, the root, is always there")
         if isinstance(parents, Tensor):
@@ -140,8 +142,8 @@ class DraftChecks:
 
     def _error(self, problem: str) -> DrafterError:
         return DrafterError(
-            f"drafter {self._name!r} {problem}. The text emitted so far and the cache are valid; generate without "
-            "`speculator=` to go on."
+            f"drafter {self._name!r} {problem}. The text emitted so far and the cache are valid; to continue, "
+            "generate without `speculator=`."
         )
 
 

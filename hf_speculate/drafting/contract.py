@@ -103,7 +103,7 @@ class DraftSession(ABC):
 
         It is called if `Drafter.drafts_ahead` is set, on a separate thread while the target verifies. Nothing else of
         the session is called until it returns. It draws no random numbers but the state's noise. If `state.goes_on` is
-        False, nobody wants the draft any more and it may return early.
+        False, the draft is not needed any more and it may return early.
 
         Args:
             state: state of a request with one row. Its root is the last token of `path`, or the session's own root if
@@ -141,7 +141,7 @@ class Drafter(ABC):
     Class attributes:
         name: name of the entry point.
         feature_layers: indices into the target's `hidden_states` that `observe` wants (0: embeddings, k: output of
-            layer k - 1, L: after the final norm). `RAW_LAST` asks for the last layer's output before that norm.
+            layer k - 1, L: after the final norm). `RAW_LAST` is the last layer's output before that norm.
         calibration: calibration of the drafter's node values before it has drafted.
         record: record of a head's target and acceptance, read from its folder.
         is_free: whether drafting takes almost no time: it runs no model.
@@ -170,7 +170,7 @@ class Drafter(ABC):
 
     @classmethod
     def joins(cls, processors: LogitsProcessorList) -> bool:
-        """Whether requests with these processors are better drafted with this drafter beside any other one."""
+        """Whether requests with these processors are better drafted with this drafter in addition to any other one."""
         return False
 
     @property

@@ -117,7 +117,7 @@ class Drafting:
                 yield from self._session.sources(row, tokens[:number])
 
     def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
-        """Tells the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.
+        """Passes the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.
 
         Rounds without a draft are left out: they may not lose that time.
         """
@@ -238,7 +238,7 @@ class Drafting:
         except Exception as error:
             raise DrafterError(
                 f"drafter {self.drafter.name!r} raised {type(error).__name__}: {error}. The text emitted so far and "
-                "the cache are valid; generate without `speculator=` to go on."
+                "the cache are valid; to continue, generate without `speculator=`."
             ) from error
 
 

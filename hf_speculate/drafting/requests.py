@@ -40,8 +40,8 @@ class DraftRequest:
         num_earlier: number of tokens in the cache that are not in `input_ids` (for a turn given as new tokens only).
         earlier_ids: token ids of these; None if unknown. Known for one row only.
         adaptive: whether the amount drafted may depend on measured time.
-        compiler: compiler for forwards of static shapes; None if the user did not ask for that. The target's forwards
-            are already compiled; a drafter may compile its own (`Compiler.run`).
+        compiler: compiler for forwards of static shapes; None without `compile=`. The target's forwards are already
+            compiled; a drafter may compile its own (`Compiler.run`).
         adapters: names of the target's active PEFT adapters, "" for none (`active_adapters`). What a drafter learns
             about acceptance holds for these only.
         processors: the request's logits processors, to be read, not called: their state belongs to the emitted text.
@@ -108,14 +108,14 @@ class DraftState:
     Attributes:
         root_ids: int64 [B] on the CPU, last committed token of each row (node 0 of the tree to be drafted).
         active: whether each row is unfinished; drafts of finished rows are ignored.
-        max_depth: deepest level whose nodes can still be emitted; 0 asks for no draft.
+        max_depth: deepest level whose nodes can still be emitted; 0: draft nothing.
         chains_only: whether the target cannot score branches, so that only the first branch of a tree is used.
         num_emitted: number of new tokens of each row so far. Noise row `num_emitted[r] + d` chooses the children of row
             r's nodes at depth d.
         deepening: decision that `goes_on` returns; None always continues.
         num_nodes: number of draft nodes that the target scored in recent rounds, on average; a draft need not consider
             many more. None if that is unknown.
-        cancelled: event that is set when nobody wants the draft any more (`DraftSession.ahead`); None if it cannot be
+        cancelled: event that is set when the draft is not needed any more (`DraftSession.ahead`); None if it cannot be
             cancelled.
     """
 
@@ -151,7 +151,7 @@ class DraftState:
         return DraftTree(tokens, parents, max_depth, values=whole.values)
 
     def goes_on(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
-        """Whether to draft another level; drafters ask before each level but the first.
+        """Whether to draft another level; drafters call this before each level but the first.
 
         The answer is always True on a device, as the host would have to wait for it; `max_depth` limits such drafts. It
         is False once the draft is cancelled. Arguments: see `Deepening`.

@@ -2,7 +2,7 @@
 
 The bridge wraps three methods of `GenerationMixin`. Requests are checked and prepared here. Then the loop drafts,
 scores, verifies, keeps and publishes one round after the other. Decisions made once a request belong here; what a round
-needs comes from the other rooms.
+needs comes from the other packages.
 """
 
 from .bridge import install as install

@@ -274,7 +274,7 @@ def _static_use(
     """The request's use of static forwards. On a CPU the host chooses tokens: it waits for nothing."""
     choice = None
     if Compiler.records(call.input_ids.device):
-        # Rows that have ended go on with padding, which nobody chooses.
+        # Rows that have ended continue with padding, which is not chosen.
         reason = "rows go on with padding" if rows.are_padded else reason_for_host(sampler)
         choice = None if reason else BatchedChoice(sampler.processors, sampler.noise is not None)
         if reason:

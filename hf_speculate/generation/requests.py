@@ -53,7 +53,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 def check_request(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     if mode not in _MODES:
         raise UnsupportedRequestError(
-            f"a speculator drafts for greedy decoding and sampling alone. This request asks for {mode.value!r}: leave "
+            f"a speculator drafts for greedy decoding and sampling alone. This request uses {mode.value!r}: leave "
             "out num_beams=, assistant_model=, prompt_lookup_num_tokens= and penalty_alpha=."
         )
     if config.use_cache is False:
@@ -122,7 +122,7 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
     if past and prompt_learning(model):
         raise UnsupportedRequestError(
             f"{CACHE_NAME} holds {past} tokens, but a prompt-learning adapter is active: transformers cannot "
-            f"continue a cache behind its virtual tokens. Pass the whole text without {CACHE_NAME}."
+            f"continue a cache that begins with virtual tokens. Pass the whole text without {CACHE_NAME}."
         )
     total = total_length(input_ids, config, kwargs)
     if past and total <= past:

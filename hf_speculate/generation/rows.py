@@ -23,7 +23,7 @@ _MAX_PADDING = 32
 def lockstep_reason(
     target: GenerativeModel, scorer: Scorer, sampler: Sampler, stopping: Stopping, has_streamer: bool
 ) -> str:
-    """The reason why all rows must emit the same number of tokens a round; "" if each advances alone."""
+    """The reason why all rows must emit the same number of tokens per round; "" if each advances alone."""
     if not sampler.row_wise:
         return "a logits processor that is not known to be row-wise"
     if not stopping.row_wise:
@@ -41,7 +41,7 @@ class Rows:
     Args:
         sequences: text of every row.
         stopping: criteria that end rows.
-        lockstep_reason: reason why all rows must emit the same number of tokens a round; "" if each advances alone.
+        lockstep_reason: reason why all rows must emit the same number of tokens per round; "" if each advances alone.
         are_padded: whether finished rows continue with padding, as in stock. Otherwise they end with their EOS.
         show_cache: whether the caller gets to see the cache.
 
@@ -113,7 +113,7 @@ class Rows:
         return [path or ([0] if row in owing else path) for row, path in enumerate(verdict.paths)]
 
     def settled_lengths(self, num_new: Sequence[int]) -> list[int]:
-        """Number of entries of real tokens in stock's cache after `num_new` new tokens a row. The last step's tokens
+        """Number of entries of real tokens in stock's cache after `num_new` new tokens per row. The last step's tokens
         have none."""
         assert self.prompt_lengths is not None
         last = max(max(num_new) - 1, 0)

@@ -1,10 +1,10 @@
 """The trial of a model class: does it score drafts as stock's loop scores one token after another?
 
-Stock's loop asks a model to prepare the inputs of every step; ours makes the inputs of a tree itself. A model with its
-own preparation, or its own handling of masks and positions, may get other inputs there. So an unknown model is tried
-with a few tokens before its first request. Stock's loop and ours generate a tiny left-padded batch of given tokens. Its
-drafts are accepted, accepted in part, and rejected. Equal logits over trees allow trees; equal logits along chains
-allow chains; otherwise the model gets no drafts.
+Stock's loop lets a model prepare the inputs of every step; ours makes the inputs of a tree itself. A model with its own
+preparation, or its own handling of masks and positions, may get other inputs there. So an unknown model is tried with a
+few tokens before its first request. Stock's loop and ours generate a tiny left-padded batch of given tokens. Its drafts
+are accepted, accepted in part, and rejected. Equal logits over trees allow trees; equal logits along chains allow
+chains; otherwise the model gets no drafts.
 
 A trial leaves no trace: it has its own cache, keeps the RNG, needs no gradients and calls no hook of the user.
 """
@@ -245,7 +245,7 @@ def _special_ids(model: GenerativeModel) -> set[int]:
 
 
 class _Given(LogitsProcessor):
-    """Chooses the token that follows the last one, whatever the model says."""
+    """Chooses the token that follows the last one, whatever the model computes."""
 
     row_wise = True
 

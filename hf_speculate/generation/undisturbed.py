@@ -31,7 +31,8 @@ _CALLED = (FunctionType, MethodType, partial, nn.Module)
 
 
 def undisturbed(model: GenerativeModel, *others: Any, is_threaded: bool = False) -> AbstractContextManager[None]:
-    """A context for the forwards of a request. It tells a packed model that nobody changes it, if that is known.
+    """A context for the forwards of a request. It promises a packed model that it will not be changed, if that is
+    known.
 
     Args:
         others: objects that run between forwards: lists of processors and criteria, streamers, drafters. None is

@@ -88,13 +88,14 @@ def _gemma2(reader: Metadata, sizes: Sizes) -> dict[str, Any]:
 
 
 def _scaled_by(sizes: Sizes, layers_of_27b: int) -> int:
-    """The number by whose root Gemma divides scores. Files do not have it; the 27B model is told by its layers."""
+    """The number by whose root Gemma divides scores. Files do not have it; the 27B model is recognised by its
+    layers."""
     is_27b = sizes["num_hidden_layers"] == layers_of_27b
     return sizes["hidden_size"] // sizes["num_attention_heads"] if is_27b else sizes["head_dim"]
 
 
 def _smollm3(reader: Metadata, sizes: Sizes) -> dict[str, Any]:
-    """Every fourth layer has no RoPE; files do not say so."""
+    """Every fourth layer has no RoPE; files do not state this."""
     return {"no_rope_layer_interval": 4}
 
 
@@ -112,7 +113,7 @@ def _windows(reader: Metadata, architecture: str, sizes: Sizes, window: int | No
 
     Args:
         window: number of entries that they see; None if no layer has a window.
-        every: number of layers of which the last one sees the whole text, if the file does not say otherwise.
+        every: number of layers of which the last one sees the whole text, if the file has no number.
     """
     key, num_layers = f"{architecture}.attention.sliding_window_pattern", sizes["num_hidden_layers"]
     if isinstance(reader.file.metadata.get(key), list):

@@ -166,7 +166,7 @@ def build_model(
 
 
 def _warn_of_dequantising(plan: ModelPlan, dtype: torch.dtype) -> None:
-    """Says which matrices do not stay packed although they are quantised."""
+    """Logs which matrices do not stay packed although they are quantised."""
     found = [entry for entry in plan.file.tensors.values() if entry.type not in (*FORMATS, *DENSE_TYPES)]
     if found:
         kinds, num_weights = sorted({entry.type for entry in found}), sum(math.prod(entry.shape) for entry in found)
@@ -332,7 +332,7 @@ def _hand_back_memory() -> None:
 
 
 class PackedGgufQuantizer(HfQuantizer):
-    """Tells transformers that a model is quantised: it must not save, train or compile it by itself."""
+    """Marks a model as quantised for transformers: it must not save, train or compile it by itself."""
 
     requires_calibration = False
 

@@ -36,7 +36,7 @@ class Metadata:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise CheckpointError(f"{self.file.path!r}: {key!r} is {_short(value)}, which is no {kind.__name__}.")
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is {_short(value)}, not of type {kind.__name__}.")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -56,7 +56,7 @@ class Metadata:
         """A list of values of one type; empty if the key is missing."""
         values = self.get(key, list, [])
         if not all(type(value) is kind for value in values):
-            raise CheckpointError(f"{self.file.path!r}: {key!r} is no list of {kind.__name__} only.")
+            raise CheckpointError(f"{self.file.path!r}: {key!r} is not a list of {kind.__name__} only.")
         return values
 
 

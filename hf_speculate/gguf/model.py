@@ -166,7 +166,7 @@ def _check_tensors(file: GgufFile, architecture: Architecture, sizes: dict[str, 
     for name, entry in file.tensors.items():
         if entry.shape != expected[name][0]:
             raise CheckpointError(
-                f"{file.path!r}: tensor {name!r} is {list(entry.shape)}; the metadata say {list(expected[name][0])}."
+                f"{file.path!r}: tensor {name!r} is {list(entry.shape)}; the metadata give {list(expected[name][0])}."
             )
         allowed = known_types() if len(entry.shape) == 2 else DENSE_TYPES
         if entry.type not in allowed:

@@ -120,7 +120,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufFile:
     """Reads metadata and the table of tensors; no tensor is touched.
 
     Raises:
-        CheckpointError: it is no GGUF file, is broken or cut off, or has a tensor of an unknown type.
+        CheckpointError: it is not a GGUF file, is broken or cut off, or has a tensor of an unknown type.
     """
     path, sizes = user_path(path), _type_sizes()
     with open_regular(path) as file:
@@ -208,7 +208,7 @@ class _Cursor:
 def _read(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> GgufFile:
     path, magic = cursor.path, cursor.take(min(4, cursor.size))
     if magic != b"GGUF":
-        raise CheckpointError(f"cannot read {path!r}: it is no GGUF file, it begins with {magic!r}, not b'GGUF'.")
+        raise CheckpointError(f"cannot read {path!r}: it is not a GGUF file. It begins with {magic!r}, not b'GGUF'.")
     version = cursor.scalar("<I")
     if version not in _VERSIONS:
         kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
@@ -250,7 +250,7 @@ def _placed(
 
 
 def _read_entry(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> tuple[str, tuple[int, ...], str, int, int]:
-    """Name, shape, type, offset within the data and bytes a row of the next tensor."""
+    """Name, shape, type, offset within the data and bytes per row of the next tensor."""
     name, num_dimensions = cursor.string(), cursor.scalar("<I")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
         raise cursor.broken(f"tensor {name!r} has {num_dimensions} dimensions")

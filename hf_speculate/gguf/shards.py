@@ -21,7 +21,7 @@ _NO, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model that a file of this name is a part of; its own name if it is no part."""
+    """The names of all parts of the model that a file of this name is a part of; its own name if it is not a part."""
     found = _PART.search(name)
     if found is None:
         return [name]
@@ -86,7 +86,7 @@ def read_model_file(path: str | os.PathLike[str]) -> GgufFile:
         found = part.metadata.get(_NO), part.metadata.get(_COUNT)
         if found != (number, count):
             raise CheckpointError(
-                f"{name!r} says that it is part {found[0]!r} of {found[1]!r}, not {number} of {count}."
+                f"{name!r} is part {found[0]!r} of {found[1]!r} by its metadata, not {number} of {count}."
             )
         others.append(part)
     return _joined(first, others, reader.get(_NUM_TENSORS, int))

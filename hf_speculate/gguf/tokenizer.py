@@ -2,7 +2,7 @@
 
 A byte-level vocabulary names its pre-tokenizer in `tokenizer.ggml.pre`. Its merges were learned within pieces of text;
 text that is cut elsewhere becomes tokens that the model has never seen. Names, patterns and flags are llama.cpp's
-(`src/llama-vocab.cpp`) for the architectures that load here. Cases of letters are told apart as in the models' own
+(`src/llama-vocab.cpp`) for the architectures that load here. Cases of letters are distinguished as in the models' own
 tokenizers, which llama.cpp's expressions approximate. Neither normalises text for these vocabularies.
 """
 
@@ -156,7 +156,7 @@ def read_tokenizer(file: GgufFile, vocab_size: int | None = None) -> PreTrainedT
     try:
         tokenizer = _build(reader)
     # Its parts are checked. If they do not fit together, transformers and tokenizers raise many things; one of them, a
-    # panic in Rust, is no Exception.
+    # panic in Rust, is not an Exception.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -239,7 +239,7 @@ def _vocabulary(reader: Metadata) -> dict[str, int]:
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    """The two sides of a merge; the first space behind the first character parts them."""
+    """The two sides of a merge; the first space after the first character separates them."""
     at = merge.index(" ", 1)
     return merge[:at], merge[at + 1 :]
 

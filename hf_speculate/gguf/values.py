@@ -34,7 +34,7 @@ def known_types() -> tuple[str, ...]:
 
 
 def _is_readable(gguf: Any, kind: Any) -> bool:
-    """Whether the `gguf` package dequantises a type. It only tells by doing so."""
+    """Whether the `gguf` package dequantises a type. The only test is to do so."""
     try:
         gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:

@@ -95,5 +95,5 @@ def _pre_name(backend: Any, ignores_merges: bool) -> str:
         same = kind.ignores_merges == ignores_merges and kind.pre_tokenizer().pre_tokenize_str(_SAMPLE) == pieces
         if same and name != "default":
             return name
-    logger.info("the target's pre-tokenizer has no name in llama.cpp that is known here; the head's says 'default'.")
+    logger.info("no llama.cpp name is known for the target's pre-tokenizer; the head's file has 'default'.")
     return "default"

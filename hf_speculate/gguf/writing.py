@@ -36,7 +36,7 @@ def write_gguf(
         metadata: values by key: truth values, integers (32 bit), numbers, texts, and lists of one of these.
         tensors: tensors by name, shapes in torch's order. Integers are written as I64; vectors, and tensors of more
             than two dimensions, as F32.
-        out_type: type of the matrices, a name of `OUT_TYPES`. Rows that are no whole number of blocks stay F16.
+        out_type: type of the matrices, a name of `OUT_TYPES`. Rows that are not a whole number of blocks stay F16.
     Raises:
         CheckpointError: the type is unknown, or a weight is too large for it.
     """

@@ -1,6 +1,6 @@
-"""The model card (README.md) of a saved head, and the code beside it for `generate(custom_generate=...)`.
+"""The model card (README.md) of a saved head, and the code next to it for `generate(custom_generate=...)`.
 
-A card says what the head is, what was measured and how to use it. Its metadata are those that the Hub knows: the base
+A card describes the head, what was measured and how to use it. Its metadata are those that the Hub knows: the base
 model, the library, tags, and a `model-index` of figures. A card that a person wrote is never overwritten.
 """
 
@@ -37,7 +37,7 @@ _CODE_FILE = "generate.py"
 # The first version that has `hf_speculate.custom_generate`.
 _REQUIREMENT = "hf-speculate>=0.1.0"
 
-# transformers checks the imports before it runs this. Without the package its ImportError says "Run `pip install
+# transformers checks the imports before it runs this. Without the package its ImportError reads "Run `pip install
 # hf_speculate`". Everything else happens in the package: files in repositories are never updated.
 _CODE = f'''"""Speculative decoding with the draft head in this repository. Needs: pip install "{_REQUIREMENT}"
 
@@ -115,7 +115,7 @@ def rename_card(
     """
     try:
         path = own_file(source or folder, CARD_FILE)
-    except CheckpointError:  # somebody else's, behind a link
+    except CheckpointError:  # a file outside of the folder, through a link
         return False
     if path is None or not is_generated(path):
         return False

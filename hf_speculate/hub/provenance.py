@@ -1,7 +1,7 @@
 """`provenance.json`: the origin of a head, as a list of allowed fields, and the form of values that everybody may read.
 
-The file is written beside a head and uploaded with it by whoever has the folder. So it holds neither secrets nor paths
-of this machine: paths are cut to their last part, and one in the Hub's cache becomes the id of its repository.
+The file is saved with a head and uploaded with it by whoever has the folder. So it holds neither secrets nor paths of
+this machine: paths are cut to their last part, and one in the Hub's cache becomes the id of its repository.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _last_part(path: str) -> str:
             return "/".join([part.partition("--")[2].replace("--", "/", 1), *parts[index + 3 :]])
     if not parts:
         return path
-    # A commit alone would say nothing, and looks like a key.
+    # A commit alone would mean nothing, and looks like a key.
     return "/".join(parts[-2:]) if _COMMIT.fullmatch(parts[-1]) else parts[-1]
 
 

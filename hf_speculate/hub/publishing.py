@@ -74,7 +74,7 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
     for name in ORIGINS if origins_only else (CARD_FILE, *ORIGINS):
         try:
             found.setdefault(name, own_file(folder, name))
-        except CheckpointError as error:  # the same one for every file behind the link to a folder
+        except CheckpointError as error:  # the same one for every file of a linked folder
             problems.add(str(error))
     for problem in sorted(problems):
         logger.warning(f"left out: {problem}")
@@ -84,7 +84,7 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
 def copy_published(files: Mapping[str, Path], destination: str | os.PathLike) -> None:
     """Copies files in their public form; a broken optional one is left out with a warning.
 
-    `recipe.yaml` is written anew from the recipe in the provenance.
+    `recipe.yaml` is written again, from the recipe in the provenance.
 
     Raises:
         CheckpointError: a file of the drafter's cannot be read, or holds a secret where it cannot be taken out.
@@ -145,7 +145,7 @@ def _public_content(name: str, path: Path) -> bytes | None:
     elif file == CURVES_FILE:
         with path.open("rb") as picture:
             if picture.read(len(_PNG)) != _PNG:
-                raise CheckpointError(f"{path} is no picture.")
+                raise CheckpointError(f"{path} is not a PNG file.")
     return None
 
 
@@ -157,7 +157,7 @@ def _calibration(path: Path) -> bytes:
             CalibrationTable.load(folder).save(folder)
         except CheckpointError:
             raise CheckpointError(
-                f"{path} is no table of this version; `hf-speculate check --calibrate` writes it anew."
+                f"{path} is not a table of this version; run `hf-speculate check --calibrate` to write it again."
             ) from None
         return copy.read_bytes()
 
@@ -177,7 +177,7 @@ def _json(shown: Mapping[str, Any], content: Mapping[str, Any]) -> bytes | None:
 
 
 def _metadata(path: Path) -> Any:
-    """The metadata of a safetensors file; None if it has none, or is no such file."""
+    """The metadata of a safetensors file; None if it has none, or is not such a file."""
     with path.open("rb") as file:
         head = file.read(8)
         size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -265,7 +265,7 @@ def push_folder(
 
 
 def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool:
-    """Writes the card of a head anew, from its provenance, or without one from its generated card.
+    """Regenerates the card of a head from its provenance, or without one from its generated card.
 
     Returns:
         False if the folder has a card that a person wrote, which was kept.

@@ -94,19 +94,19 @@ def drafter_class_for(folder: str):
 
 
 def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
-    """The message for a name that is no folder and could not be downloaded from the Hub."""
+    """The message for a name that is not a folder and could not be downloaded from the Hub."""
     if "/" not in name:
         return f"{unknown_drafter_message(name)} Nor is it a folder; a head is a folder or a Hub id 'owner/name'."
     parent, last = os.path.split(name)
     near = difflib.get_close_matches(last, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
     hint = f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
-    message = f"{name!r} is no folder here{hint}, and its repository on the Hub"
+    message = f"{name!r} is not a folder here{hint}, and its repository on the Hub"
     if isinstance(error, RepositoryNotFoundError):
         return f"{message} does not exist, or is private: `hf auth login`, or pass token=."
     if isinstance(error, LocalEntryNotFoundError) and (local_files_only or is_offline_mode()):
         reason = "local_files_only=True" if local_files_only else "HF_HUB_OFFLINE is set"
         return (
-            f"{message} is neither in the cache nor asked for ({reason}): allow that, or run `hf download {name}` "
+            f"{message} is not in the cache and is not requested ({reason}): allow that, or run `hf download {name}` "
             "where there is a network, or give a folder."
         )
     return f"{message} could not be reached: {first_line(error)}"
@@ -116,7 +116,7 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     """The message for a folder that no drafter takes: what is missing in it, or what its config names."""
     if folder.endswith(_GGUF):
         return (
-            f"no installed drafter ({', '.join(names)}) drafts with the GGUF file {folder}: it is no head "
+            f"no installed drafter ({', '.join(names)}) drafts with the GGUF file {folder}: it is not a head "
             "(architecture 'eagle3' or 'dflash'). A whole model is a draft model: draft_model:model=FILE."
         )
     files = file_names(folder)
@@ -131,16 +131,16 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     kinds = [kind for kind in (*stated, config.get("model_type")) if isinstance(kind, str)]
     close = [name for kind in kinds for name in difflib.get_close_matches(kind.lower(), names, n=1)]
     hint = f" The nearest is {close[0]!r}, whose tensors it does not have." if close else ""
-    said = f"config.json says {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not say what it is"
-    return f"{message}: {said}, and its tensors are of none that they know.{hint} Files: {', '.join(files)}."
+    kind = f"config.json names {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not name its kind"
+    return f"{message}: {kind}, and no drafter knows its tensors.{hint} Files: {', '.join(files)}."
 
 
 def check_upload(repo_id: str, *, token: str | bool | None = None) -> str:
     """The full id, "owner/name", of a repository that could be uploaded to; makes nothing.
 
     Raises:
-        UploadError: the name is impossible, nobody is logged in, the owner is not yours, the token may only read, or
-            the Hub cannot be reached.
+        UploadError: the name is impossible, the user is not logged in, the owner is not yours, the token may only read,
+            or the Hub cannot be reached.
     """
     try:
         validate_repo_id(repo_id)
@@ -166,15 +166,15 @@ def _user(repo_id: str, token: str | bool | None) -> dict[str, Any]:
     try:
         return HfApi(token=token).whoami()
     except LocalTokenNotFoundError as error:
-        raise UploadError(f"cannot upload to {repo_id}: nobody is logged in. `hf auth login`, or HF_TOKEN.") from error
+        raise UploadError(f"cannot upload to {repo_id}: not logged in. `hf auth login`, or HF_TOKEN.") from error
     except Exception as error:  # a connection fails with errors of the HTTP library, which is not ours to name
         raise UploadError(
-            f"cannot ask the Hub whether {repo_id} can be uploaded to: {first_line(error)} {_LATER}"
+            f"cannot check with the Hub whether {repo_id} can be uploaded to: {first_line(error)} {_LATER}"
         ) from error
 
 
 def _may_write(user: Mapping[str, Any], owner: str, full_id: str) -> bool:
-    """Whether the token allows an upload; of unknown kinds of tokens, the upload will tell."""
+    """Whether the token allows an upload; for unknown kinds of tokens, the upload will show it."""
     access = (user.get("auth") or {}).get("accessToken") or {}
     if access.get("role") != "fineGrained":
         return access.get("role") != "read"

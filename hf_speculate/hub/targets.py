@@ -39,7 +39,7 @@ _COPY = re.compile(
 def describe_identity(target: GenerativeModel) -> dict[str, Any]:
     """The "identity" of a head's target in `provenance.json`; JSON-serialisable, of a few kilobytes.
 
-    Quantisation is a field of its own, beside the model's weights. Adapters are left out: `adapter_fingerprints` has
+    Quantisation is a field of its own, next to the model's weights. Adapters are left out: `adapter_fingerprints` has
     them.
     """
     config = target.config.get_text_config(decoder=True)
@@ -102,7 +102,7 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
     Names do not count for a head whose provenance has an identity.
 
     Args:
-        stated: name of the target in the config, None if there is none; a local folder tells nothing.
+        stated: name of the target in the config, None if there is none; a local folder has none.
         architectures: classes of the target that the config names.
     """
     given, name = target.name_or_path or "", type(target).__name__
@@ -110,9 +110,9 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
         return
     if architectures and name not in architectures:
         classes = " or ".join(architectures)
-        _warn(f"the head {folder} says that it was made for a {classes}, and the target is a {name}.")
+        _warn(f"the head {folder} was made for a {classes}, and the target is a {name}.")
     elif stated and _is_hub_id(stated) and _is_hub_id(given) and _model_name(stated) != _model_name(given):
-        _warn(f"the head {folder} says that it was made for {stated}, and the target is {given}.")
+        _warn(f"the head {folder} was made for {stated}, and the target is {given}.")
 
 
 def _identity_problems(folder: str, identity: Mapping[str, Any], target: GenerativeModel) -> Iterator[str]:
@@ -158,14 +158,14 @@ def _check_sizes(folder: str, identity: Mapping[str, Any], target: GenerativeMod
 def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
     """The difference between the PEFT adapters that a head was trained for and those in effect; "" if there is none.
 
-    Adapters are told apart by their weights, not by their names. Merged ones cannot be seen.
+    Adapters are distinguished by their weights, not by their names. Merged ones cannot be seen.
     """
     trained, now = _trained_adapters(folder), adapter_fingerprints(target)
     if set((trained or {}).values()) == set(now.values()):
         return ""
     found = f"{_listed(now)} in effect on this {type(target).__name__}"
     if trained is None:
-        return f"the head {folder} does not say that it was trained for the PEFT adapter {found}."
+        return f"the head {folder} has no record of training for the PEFT adapter {found}."
     if not trained:
         return f"the head {folder} was trained for the target without adapters, but there is {found}."
     wanted = f"the head {folder} was trained for a target with the PEFT adapter {_listed(trained)}"
@@ -175,7 +175,7 @@ def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
 
 
 def _trained_adapters(folder: str) -> Mapping[str, str] | None:
-    """Adapter name -> fingerprint; None if the folder does not say, like most heads of others."""
+    """Adapter name -> fingerprint; None if the folder has none, like most heads of others."""
     try:
         content: Any = read_provenance(folder) or {}
         if "adapters" in content:

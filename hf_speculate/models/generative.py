@@ -42,7 +42,7 @@ def held_model(holder: Any) -> GenerativeModel:
     """The transformers model of an object that holds it as `.model` (a pipeline, a trainer), or that `unwrap` finds.
 
     Raises:
-        TypeError: the object is no model and holds none.
+        TypeError: the object is not a model and holds none.
     """
     if not isinstance(holder, nn.Module) and isinstance(inner := getattr(holder, "model", None), nn.Module):
         return unwrap(inner)

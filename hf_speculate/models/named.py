@@ -47,7 +47,7 @@ def _file_of_user(variable: str, repository: str, name: str) -> str | None:
     """
     if path := os.path.expanduser(os.environ.get(variable, "")):
         if not os.path.isfile(path):
-            raise CheckpointError(f"{variable} names {path!r}, which is no file. Give a GGUF file, or unset it.")
+            raise CheckpointError(f"{variable} names {path!r}, which is not a file. Give a GGUF file, or unset it.")
         return path
     cached = try_to_load_from_cache(repository, name)
     return cached if isinstance(cached, str) else None

@@ -64,12 +64,12 @@ class Library:
     Attributes:
         kinds: number of each block type and dense type in the kernel.
         run_layers, find_runs, move, step, rank, grow, see, cut, draft, ask_for_large_pages, look_up, team_size,
-            set_threads: functions of the library; the modules of this room call them.
+            set_threads: functions of the library; the modules of this package call them.
         bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
         multiplies_bytes: whether the CPU has instructions that multiply bytes.
 
     Raises:
-        OSError, AttributeError: `content` is no library for this machine, or another library.
+        OSError, AttributeError: `content` is not a library for this machine, or another library.
     """
 
     def __init__(self, content: bytes):
@@ -127,17 +127,17 @@ class Library:
         return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
 
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
-        """`Kernel.draw_exponential` of the verification room."""
+        """`Kernel.draw_exponential` of `hf_speculate.verification`."""
         self._functions.hfs_exponential(state.data_ptr(), values.data_ptr(), values.numel())
 
     def argmax(self, row: Float[Tensor, " V"]) -> int:
-        """`Kernel.argmax` of the verification room."""
+        """`Kernel.argmax` of `hf_speculate.verification`."""
         return self._functions.hfs_argmax(row.data_ptr(), len(row), row.dtype is torch.bfloat16)
 
     def most_probable(
         self, scores: Float[Tensor, "R N V"], count: int
     ) -> tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]:
-        """`Kernel.most_probable` of the verification room."""
+        """`Kernel.most_probable` of `hf_speculate.verification`."""
         num_rows, num_nodes, width = scores.shape
         probs = torch.empty(num_rows, num_nodes, count)
         columns = torch.empty(num_rows, num_nodes, count, dtype=torch.long)
@@ -214,7 +214,7 @@ def library() -> Library:
     if not found.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
     if not all(stand_in(found)):
-        logger.info("torch draws noise, chooses or ranks in another way here: it goes on doing so")
+        logger.info("torch draws noise, chooses or ranks in another way here: the kernel leaves that to torch")
     return found
 
 
@@ -281,7 +281,7 @@ def find_compiler() -> list[str]:
         try:
             command = shlex.split(chosen)
         except ValueError as error:
-            raise NativeError(f"$CXX is no command: {chosen!r} ({error})") from error
+            raise NativeError(f"$CXX is not a command: {chosen!r} ({error})") from error
         if shutil.which(command[0]) is None:
             raise NativeError(f"there is no C++ compiler {command[0]!r} (from $CXX)")
         return command

@@ -133,7 +133,7 @@ class NativeDraft:
         draft.growth, draft.root, draft.positions = growth.address, root.data_ptr(), positions.data_ptr()
         draft.cos, draft.sin = (part.data_ptr() for part in self.angles)
         draft.offsets, draft.runs = (part.data_ptr() for part in self.rows.sight_before)
-        # any address: it only asks for normed states
+        # any address: it only requests normed states
         draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None
         draft.layers.num_keys = self.rows.num_before
         if unread is not None:
@@ -159,5 +159,7 @@ class NativeDraft:
         if errors:
             raise errors[0]
         if done < 0:
-            raise MemoryError(f"no memory for {growth.tokens.numel()} rows behind {self.rows.num_before} entries")
+            raise MemoryError(
+                f"Out of memory: {growth.tokens.numel()} rows after {self.rows.num_before} cached tokens."
+            )
         return bool(done)

@@ -1,9 +1,9 @@
 """Forwards of packed models in one native call each, from token ids to states or logits.
 
 The modules stay transformers' own. Only `forward` of the causal LM and of its decoder first check whether the kernel
-computes the same. It does not if somebody watches or has changed a module (hooks, adapters, devices, gradients,
-autocast, attention outputs, graphs). Nor does it for unknown inputs or caches, or too many rows. Then the modules run;
-they are the plain reference of the kernel.
+computes the same. It does not if a module is watched or was changed (hooks, adapters, devices, gradients, autocast,
+attention outputs, graphs). Nor does it for unknown inputs or caches, or too many rows. Then the modules run; they are
+the plain reference of the kernel.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class CausalForward(_NativeForward):
     """A mark that `attention_mask` may be a `TreeMask`."""
 
     def undisturbed(self, is_threaded: bool) -> AbstractContextManager[None]:
-        """A context in which nobody changes the model between two forwards of this thread, except by registering hooks.
+        """A context in which the model does not change between two forwards of this thread, except by registering
+        hooks.
 
         One check of the model then holds for the next forwards too. A check takes 0.6 ms, a tenth of a small model's
         step: the weights have just filled all CPU caches, so everything checked comes from memory.
@@ -193,7 +194,7 @@ class _Whole:
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
     def _looked_at(self, config: Any, look: _Look | None) -> NativeStep | None:
-        """The weights if nobody has changed the model. The result is noted within `undisturbed`."""
+        """The weights if the model was not changed. The result is noted within `undisturbed`."""
         step = self._current_step() if self._is_untouched(config) else None
         if look is not None and step is not None:
             look.note(step)
@@ -296,7 +297,7 @@ class _Look:
         self._num_hooks = -1
 
     def note(self, step: NativeStep) -> None:
-        """Notes that nobody has changed the model, and its weights."""
+        """Notes that the model was not changed, and its weights."""
         self.step, self._num_hooks = step, RemovableHandle.next_id
 
     def holds(self) -> bool:

@@ -1,9 +1,9 @@
 """Decoder layers of packed models in one native call each, for models that are not computed whole (`forwards`).
 
 The layers stay transformers' own. Only their `forward` first checks whether the kernel computes the same as the
-modules. It does not if somebody watches or has changed a layer (hooks, adapters, devices, gradients, autocast,
-attention outputs, graphs). Nor does it for unknown caches or masks, or too many rows. Then the modules run; they are
-the plain reference of the kernel. PEFT's layers do not count while they only pass results on (`effective_module`).
+modules. It does not if a layer is watched or was changed (hooks, adapters, devices, gradients, autocast, attention
+outputs, graphs). Nor does it for unknown caches or masks, or too many rows. Then the modules run; they are the plain
+reference of the kernel. PEFT's layers do not count while they only pass results on (`effective_module`).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _LoadedLayer:
         return self._native
 
     def is_untouched(self) -> bool:
-        """Whether the modules are those that were loaded, and nobody watches them."""
+        """Whether the modules are those that were loaded, and are not watched."""
         return not self._layer.training and self._before.holds()
 
 
@@ -134,7 +134,7 @@ class Snapshot:
     Children are noted without PEFT's layers around them, whose effect may change from forward to forward.
 
     Args:
-        modules: modules that nobody may watch or change, without PEFT's layers.
+        modules: modules that must not be watched or changed, without PEFT's layers.
         parents: modules of which only the children must stay the same.
     """
 
@@ -194,7 +194,7 @@ def is_stock_attention(config: Any) -> bool:
 
 
 def only_stock_is_asked(others: dict[str, Any]) -> bool:
-    """Whether further arguments for attentions ask for nothing that the kernel cannot do."""
+    """Whether further arguments for attentions need nothing that the kernel cannot do."""
     return not others.get("output_attentions") and "is_causal" not in others
 
 

@@ -36,7 +36,7 @@ class Inputs:
 
     @classmethod
     def of(cls, named: dict[str, Any]) -> Inputs | None:
-        """The inputs; None if the arguments ask for anything else."""
+        """The inputs; None if the arguments need anything else."""
 
         def take(name: str) -> Any:
             return named.pop(name, None)
@@ -90,7 +90,7 @@ class Inputs:
     def _mask(
         self, layer_type: str, config: Any, cache: Cache, positions: Tensor, num_keys: int, is_alone: bool
     ) -> Any:
-        """The mask in the form for layers of a type; of a kind that no layer takes if it cannot be told.
+        """The mask in the form for layers of a type; of a kind that no layer takes if it is not known.
 
         Args:
             is_alone: whether all layers are of that type, and without a window.

@@ -1,6 +1,6 @@
 """Keeps compiled kernels between processes and loads them, but none that another user could have written.
 
-A folder is used only if its path is absolute, it belongs to the user or root, and nobody else can write it. The same
+A folder is used only if its path is absolute, it belongs to the user or root, and no other user can write it. The same
 holds for a file. Ownership is checked on open descriptors, as a path could be replaced in between. A file holds its
 library and a hash. A damaged file (full disk, power cut) is not loaded but compiled again. The verified bytes
 themselves are loaded from memory.
@@ -65,7 +65,7 @@ class KernelCache:
         self._noted: dict[str, str] = {}
         self._places = list(self._find_places()) if _HAS_OWNERS else []
         if not _HAS_OWNERS:
-            self._noted["system"] = "this system does not tell who has written a file"
+            self._noted["system"] = "this system does not record who has written a file"
 
     @property
     def problems(self) -> list[str]:
@@ -149,7 +149,7 @@ def load(library: bytes) -> ctypes.CDLL:
     """Loads a library from memory, so that no file can change or shrink underneath.
 
     Raises:
-        OSError: the bytes are no library, are for another machine, or are cut off.
+        OSError: the bytes are not a library, are for another machine, or are cut off.
     """
     _check_whole(library)
     with contextlib.suppress(OSError, AttributeError):  # not Linux, no /proc, or forbidden: use a copy
@@ -161,7 +161,7 @@ def load(library: bytes) -> ctypes.CDLL:
 
 
 def _check_whole(library: bytes) -> None:
-    """Raises `OSError` for an ELF file that is shorter than its headers say.
+    """Raises `OSError` for an ELF file that is shorter than its headers state.
 
     The loader would map pages after the end, and the first access to them kills the process.
     """

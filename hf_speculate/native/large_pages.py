@@ -56,7 +56,7 @@ def zeros(num_rows: int, row_bytes: int) -> UInt8[Tensor, "rows bytes"]:
 
 
 def _own(size: int) -> UInt8[Tensor, " size"]:
-    """New memory. Nobody has written to it: the system assigns large pages at the first write."""
+    """New memory. It was not written to yet: the system assigns large pages at the first write."""
     memory = torch.empty(size, dtype=torch.uint8)
     binding.library().ask_for_large_pages(memory.data_ptr(), size)
     return memory

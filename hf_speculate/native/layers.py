@@ -22,7 +22,7 @@ from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 # Largest number of rows in one kernel call (its CHUNK).
 MOST_ROWS = 128
 
-# Most runs of a query, beside one for each other query: earlier ancestors and contiguous pieces.
+# Most runs of a query, in addition to one for each other query: earlier ancestors and contiguous pieces.
 _MOST_RUNS = 32
 
 # RMSNorms of a layer, in the order of the structure.
@@ -242,7 +242,7 @@ class NativeLayers:
             call.cos[number], call.sin[number] = cos.data_ptr(), sin.data_ptr()
         call.see([sight] * NUM_TYPES)
         if not self._library.run_layers(ctypes.addressof(call)):
-            raise MemoryError(f"no memory for {batch_size * num_queries} rows behind {num_keys} entries")
+            raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
         return outputs
 
 

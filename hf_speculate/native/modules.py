@@ -61,7 +61,7 @@ class PackedParameter(nn.Parameter):
     """Packed bytes as a parameter, which takes no gradients.
 
     Raises:
-        UnsupportedRequestError: somebody wants a gradient.
+        UnsupportedRequestError: a gradient is needed.
     """
 
     @property
@@ -194,7 +194,7 @@ class FusedLinear(nn.Module):
     """Several projections of one input as one product. The first one that is called computes all.
 
     Args:
-        linear: matrices of all projections, stacked. It is no `nn.Linear`, which PEFT's "all-linear" would adapt.
+        linear: matrices of all projections, stacked. It is not an `nn.Linear`, which PEFT's "all-linear" would adapt.
         sizes: number of rows of each projection.
     """
 

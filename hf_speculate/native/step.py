@@ -191,5 +191,5 @@ class NativeStep:
         step.normed, step.logits, step.num_scored = normed.data_ptr(), logits.data_ptr(), rows.num_scored
         done = binding.library().step(ctypes.addressof(step))
         if done < 0:
-            raise MemoryError(f"no memory for {rows.tokens.numel()} rows behind {rows.num_keys} entries")
+            raise MemoryError(f"Out of memory: {rows.tokens.numel()} rows after {rows.num_keys} cached tokens.")
         return Scored(states, normed, logits) if done else None

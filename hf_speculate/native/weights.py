@@ -82,7 +82,7 @@ def unpacked(places: Sequence[Place]) -> list[Tensor]:
 class WeightsInPlace:
     """The weights that structures point to, or that were copied.
 
-    The modules are kept alive: nobody else holds rounded ones.
+    The modules are kept alive: nothing else holds rounded ones.
 
     Args:
         modules: modules with the weights (`parameters_of`).

@@ -12,7 +12,7 @@ from ..tree import HostTree, TreeRow, node_depths
 
 # Assumed worth of a level relative to the level above it, before any round was seen.
 _PRIOR_RATIO = 0.7
-_MORE_LEVELS = 8  # levels to consider beyond those already seen; a first draft is no deeper
+_MORE_LEVELS = 8  # levels to consider beyond those already seen; a first draft is not deeper
 # Assumed log-probability of the n-th sibling in a tree without values: it falls with the square of the rank.
 # Calibration turns these into measured probabilities.
 _RANKED = tuple(math.log(_PRIOR_RATIO / rank**2) for rank in range(1, 17))

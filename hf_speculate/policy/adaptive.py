@@ -1,6 +1,6 @@
 """The adaptive policy drafts another level or node only while it pays, and nothing where nothing pays.
 
-A drafter says how sure it is of every node (`DraftTree.values`). Calibrated on earlier rounds, this value is the
+A drafter gives its confidence in every node (`DraftTree.values`). Calibrated on earlier rounds, this value is the
 probability that the node is right. The policy also measures what rounds cost. It prices a token at the recent time per
 token; with this price every decision can be made alone (Dinkelbach's method for the largest ratio of two sums).
 
@@ -59,7 +59,7 @@ class Known:
         tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
         nodes: number of draft nodes of recent rounds with a draft.
         num_idle: number of rounds since the last draft.
-        is_asked: whether the drafter asks before every level (`DraftState.goes_on`).
+        is_asked: whether the drafter checks before every level (`DraftState.goes_on`).
     """
 
     acceptance: Acceptance
@@ -176,7 +176,7 @@ class AdaptiveSession(PolicySession):
             self._learn_nodes(round, rows)
 
     def _charged(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
-        """One-token forwards to charge the balance for, and those if nobody else uses the machine.
+        """One-token forwards to charge the balance for, and those on an otherwise idle machine.
 
         Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
         about drafting.

@@ -83,7 +83,7 @@ class PolicySession(ABC):
         """The budget of the next round; `NOTHING` makes it a plain decoding step."""
 
     def deepening(self) -> Deepening | None:
-        """The decision that the drafter asks for before every level of the next draft. With None the drafter goes to
+        """The decision that the drafter requests before every level of the next draft. With None the drafter goes to
         the budget's depth."""
         return None
 

@@ -8,7 +8,7 @@ from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession
 
 
 class Fixed(DraftPolicy):
-    """Drafts in every round what the drafter's options say, up to a constant limit.
+    """Drafts in every round what the drafter's options give, up to a constant limit.
 
     Args:
         max_nodes: most draft nodes a row; None sets no limit.

@@ -1,6 +1,6 @@
 """Keeps measured round costs in the user's cache folder, so that a new process begins with them.
 
-The file's name is a hash of everything that costs depend on. It tells the policy how costs compare; the first rounds of
+The file's name is a hash of everything that costs depend on. It shows the policy how costs compare; the first rounds of
 a process show how fast the machine is now. Nothing here raises: a file that cannot be read or written is ignored.
 """
 
@@ -51,7 +51,7 @@ class KeptCosts(RoundCosts):
         """Writes the costs to disk about once a minute, on a thread, as a disk may be slow.
 
         A process that has hardly drafted writes nothing: it would overwrite what an earlier process has learnt. Nor
-        does one beside which others have been busy in the last minute: its costs do not hold when they have ended.
+        does a machine on which others have been busy in the last minute: its costs do not hold when they have ended.
         """
         if self._others is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
             return

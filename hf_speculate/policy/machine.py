@@ -51,7 +51,7 @@ class OtherProcesses:
         """Whether they left less than a core for each of PyTorch's threads since the last look; None if that was less
         than half a second ago, which is too short to know."""
         before, found = self._before, self._look()
-        if before is None or found is None:  # this system does not say
+        if before is None or found is None:  # this system does not report it
             return False
         seconds = found.clock - before.clock
         if seconds < _ENOUGH_SECONDS:

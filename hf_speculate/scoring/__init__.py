@@ -1,8 +1,8 @@
 """Scoring by the target: what its class can score, and the forward that does it.
 
 A `Scorer` turns a draft tree into the model's inputs (positions, masks, cache). A `Forward` runs them: plainly,
-compiled, bit for bit as single steps, or after the states of recurrent layers. This room also handles what transformers
-and PEFT attach to a model: hooks, adapters, device maps. No code here names an architecture.
+compiled, bit for bit as single steps, or after the states of recurrent layers. This package also handles what
+transformers and PEFT attach to a model: hooks, adapters, device maps. No code here names an architecture.
 """
 
 from .adapters import activated_lora as activated_lora

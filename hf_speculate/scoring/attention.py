@@ -167,7 +167,7 @@ def _inspect(model: PreTrainedModel) -> int:
 
 
 def fold(mask: Tensor, groups: int) -> Tensor:
-    """The mask in the form that tells `grouped_sdpa` not to repeat KV heads.
+    """The mask in the form with which `grouped_sdpa` does not repeat KV heads.
 
     Args:
         mask: additive mask [B, 1, N, S], N > 1, the same for all heads.

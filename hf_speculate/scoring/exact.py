@@ -209,7 +209,7 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
             steps = _Steps(model, mask, prefix)
             for node in path:
                 if place := _different_place(steps.run(tokens[:, node : node + 1]), output, node):
-                    return f"{place}, behind {length} tokens"
+                    return f"{place}, after {length} tokens"
     return ""
 
 

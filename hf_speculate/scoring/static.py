@@ -70,7 +70,7 @@ class StaticUse:
         choice_inputs: inputs of the choice; None without one.
         keeps_outputs: whether logits and states are kept beyond the round.
         last_layer: layer whose output the drafter reads before the final norm; None if it does not.
-        shows_cache: whether others get the cache. Then they get copies, as buffers go on to the next request.
+        shows_cache: whether others get the cache. Then they get copies, as the next request uses the buffers.
     """
 
     choice: Choice | None = None

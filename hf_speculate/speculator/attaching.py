@@ -43,7 +43,7 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
     if not isinstance(speculator, str | os.PathLike):
         raise TypeError(
             f"speculator= takes a Speculator, the name of a drafter ({', '.join(installed_drafters())}) or the path / "
-            f"Hub id of a head, with options behind a colon (name:key=value); got {type(speculator).__name__}."
+            f"Hub id of a head, with options after a colon (name:key=value); got {type(speculator).__name__}."
         )
     key = os.fspath(speculator)
     known = _resolved.setdefault(model, {})
@@ -82,7 +82,7 @@ def attach(model: Any, speculator: Speculator | str | os.PathLike) -> Speculator
 
     Raises:
         SpeculateError: the model generates nothing.
-        TypeError: the object is no model and holds none.
+        TypeError: the object is not a model and holds none.
     """
     model = held_model(model)
     generating = _generating(model)

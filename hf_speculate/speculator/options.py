@@ -30,15 +30,15 @@ class EngineOptions:
         policy: policy that decides how much every round drafts (`hf_speculate.policy`). None follows `adaptive`. The
             default is `Adaptive()`, which drafts what pays best by measured costs and acceptance, within the drafter's
             options.
-        adaptive: False is short for `policy=Fixed()`: every round drafts what the drafter's options say. Then rounds,
+        adaptive: False is short for `policy=Fixed()`: every round drafts what the drafter's options give. Then rounds,
             and with them 16-bit ties, do not depend on the clock. None means True, unless the environment variable
             HF_SPECULATE_ADAPTIVE is 0.
         compile: how forwards of the target over trees, and of heads, are run. None (default) records them as CUDA
             graphs on a GPU, which takes tens of milliseconds for each of a few sizes; elsewhere it changes nothing.
             False runs them as they are. True also compiles them with `torch.compile`, which takes seconds to minutes
             for each graph; a string names another of its backends. Graphs are kept as long as the model, as are buffers
-            of up to 4 requests. Nobody may change the model during a call. What cannot be recorded or compiled runs as
-            it is, and `stats.fallbacks` says why.
+            of up to 4 requests. Do not change the model during a call. What cannot be recorded or compiled runs as it
+            is, and `stats.fallbacks` gives the reason.
         ahead: True makes the drafter draft the next round on a separate thread while the target verifies, from the most
             likely outcome. The text does not depend on it. It pays for requests of one row if the drafter has a device
             of its own. On a CPU it shares cores with the target and is slower. Of the built-in drafters only
@@ -48,7 +48,7 @@ class EngineOptions:
             seconds). A request that cannot be exact is refused with the reason; with an attached speculator it runs
             plain. In float32 the text equals plain text anyway.
         constraints: whether a request with a constraint (a grammar of xgrammar or outlines, `prefix_allowed_tokens_fn`,
-            a processor with `forced_tokens`) is drafted for by the drafter `grammar` too, which asks the constraint
+            a processor with `forced_tokens`) is drafted for by the drafter `grammar` too, which queries the constraint
             what must come next. A function of the request is then called more often than plain `generate` calls it.
 
     Raises:
@@ -67,7 +67,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.policy is not None and self.adaptive is not None:
-            raise ValueError("policy= and adaptive= both say how much is drafted: give one of them.")
+            raise ValueError("policy= and adaptive= both control how much is drafted: give one of them.")
         if self.policy is not None and not isinstance(self.policy, DraftPolicy):
             raise TypeError(f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}.")
         if self.ahead not in (True, False):

@@ -37,7 +37,7 @@ from .options import EngineOptions
 
 logger = get_logger(__name__)
 
-# The drafter that asks a request's own constraints.
+# The drafter that queries a request's own constraints.
 CONSTRAINED = "grammar"
 
 
@@ -53,7 +53,8 @@ def without_verdicts() -> Iterator[None]:
 
 
 def refuse_model(value: Any, what: str) -> None:
-    """Raises `TypeError` for a model in the place of a speculator, a drafter or a name; the message says what to write.
+    """Raises `TypeError` for a model in the place of a speculator, a drafter or a name; the message shows what to
+    write.
 
     Args:
         value: object that a user gave.

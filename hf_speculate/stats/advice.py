@@ -22,7 +22,7 @@ class HeadRecord:
 
     Attributes:
         is_own_target: whether the target is the one of its training, by weights, quantisation and adapters; None where
-            no record says it.
+            there is no record of it.
         accuracy: share of its first draft tokens that were right at the end of training; None without a record.
         length: mean acceptance length at the end of training; None without a record.
     """
@@ -113,7 +113,7 @@ def _cause(counts: Counters, advice: Advice) -> str:
     if first >= record.low_first:
         return (
             "The head drafts as well as it should, but a token of this target is so cheap here that drafts gain "
-            "little. `hf-speculate doctor` says what pays."
+            "little. `hf-speculate doctor` measures what pays."
         )
     if 2 * counts.sampled_calls > counts.calls and first >= _LEAST_SAMPLED * (record.accuracy or _USUAL_FIRST):
         return "Sampled text accepts less than greedy text; a lower temperature accepts more."

@@ -14,7 +14,7 @@ from ..tree import Round
 
 
 _KEPT = 64  # number of last rounds whose seconds are kept
-_FEW = 4  # fewer rounds of a kind may be warm-ups, and say nothing about the others
+_FEW = 4  # fewer rounds of a kind may be warm-ups, and show nothing about the others
 
 
 class _Stopwatch:
@@ -45,7 +45,7 @@ class Counters:
             those that compiled something.
         drafts_ahead: number of drafts that began while the target verified the round before.
         drafts_ahead_taken: number of these that had guessed that round right.
-        ahead_seconds_saved: seconds of drafting for the right ones, while nobody waited.
+        ahead_seconds_saved: seconds of drafting for the right ones, which no round waited for.
         ahead_seconds_wasted: seconds of drafting for the wrong ones.
         accepted_by_source: drafter -> number of accepted tokens that it had drafted, if several draft together. "+"
             joins drafters of the same token.

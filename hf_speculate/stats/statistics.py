@@ -48,7 +48,7 @@ class SpeculationStats(Counters):
         return super().to_dict() | {"drafter": self.drafter, "verdict": self.verdict}
 
     def summary(self) -> str:
-        """Text of several lines: tokens a round, acceptance by depth and by drafter, shares of the time, the speed-up
+        """Text of several lines: tokens per round, acceptance by depth and by drafter, shares of the time, the speed-up
         and its source, fallbacks with their reasons, and the verdict."""
         first, *others = _lines(self)
         bars = [("", _bar_text(depth, share)) for depth, share in self.shares_by_depth.items()]
@@ -85,7 +85,7 @@ def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
     number = counts.rounds + counts.rounds_without_draft
     overall = f"{counts.tokens_per_round:.2f} over all {number}" if number else "no rounds"
     drafted = "none had a draft" if length is None else f"{length:.2f} in the {counts.rounds} with a draft"
-    yield "tokens a round", f"{overall}; {drafted}"
+    yield "tokens per round", f"{overall}; {drafted}"
     if total := counts.accepted_by_source.total():
         shares = (f"{name} {number / total:.0%}" for name, number in counts.accepted_by_source.most_common())
         yield "accepted from", ", ".join(shares)

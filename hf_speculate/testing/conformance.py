@@ -207,7 +207,7 @@ class _WatchedSession(DraftSession):
         mine, its = (sorted((each.host.values or [[]])[0]) for each in (tree, other))
         is_close = all(abs(a - b) < _ROUNDING for a, b in zip(mine, its, strict=False))
         if len(mine) != len(its) or not mine or not is_close:
-            raise DrafterError(f"{self.watched.name!r}: a look ahead left something behind: the next draft is another.")
+            raise DrafterError(f"{self.watched.name!r}: drafting ahead changed the session: the next draft differs.")
 
     def _check(self, tree: DraftTree, state: DraftState) -> None:
         name = self.watched.name

@@ -95,8 +95,8 @@ def check_lossless(
         A report; every difference in it is a proven tie.
 
     Raises:
-        LosslessnessError: a difference is no tie, or the RNG state differs after equal text.
-        TypeError: texts came without a tokenizer, prompts are no list, or `speculator` is no speculator.
+        LosslessnessError: a difference is not a tie, or the RNG state differs after equal text.
+        TypeError: texts came without a tokenizer, prompts are not a list, or `speculator` is not a speculator.
     """
     if not isinstance(speculator, Speculator):
         raise TypeError(f"check_lossless takes a Speculator, got {type(speculator).__name__}: Speculator(drafter).")
@@ -156,7 +156,7 @@ class _Case:
             raise LosslessnessError(f"{self.name}: equal text, but the RNG is not where plain generate leaves it.")
 
     def _generate(self, speculator: Speculator | None) -> tuple[Any, Tensor]:
-        """The output of the request, and the state of the RNG behind it."""
+        """The output of the request, and the state of the RNG after it."""
         if self.seed is not None:
             torch.manual_seed(self.seed)
         kept = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
@@ -187,7 +187,7 @@ class _Case:
         margin = (best[0] - best[1]).item()
         if error > allowed or margin > 2 * allowed * scale:
             raise LosslessnessError(
-                f"{self.name}: new token {step} is {tokens[1]}, plain generate says {tokens[0]}, and that is no tie: "
+                f"{self.name}: new token {step} is {tokens[1]}, plain generate has {tokens[0]}, and this is not a tie: "
                 f"the logits used differ from a fresh forward's by {error:.2e} (allowed {allowed:.2e} = "
                 f"{self.tolerance:g} x {max_logit:.3g}), the decision's margin is {margin:.2e} (allowed "
                 f"{2 * allowed * scale:.2e})."

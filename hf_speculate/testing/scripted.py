@@ -33,8 +33,8 @@ class _SilentSession(DraftSession):
 class ScriptedDrafter(_ScriptDrafter):
     """A drafter that knows the coming text and drafts it with a set acceptance.
 
-    It draws in every round which levels are right. A script costs no time. With `paid` another drafter works beside it,
-    and its drafts are thrown away.
+    It draws in every round which levels are right. A script costs no time. With `paid` another drafter works in
+    addition, and its drafts are thrown away.
 
     Args:
         continuation: the new tokens that plain `generate` emits, for each row, int64 [B, n] (or one list for a single

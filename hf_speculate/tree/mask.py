@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class TreeMask:
-    """A placeholder for the mask of a forward over whole trees behind a prefix that every node sees.
+    """A placeholder for the mask of a forward over whole trees after a prefix that every node sees.
 
     Building and decoding a real mask takes a tenth of a small model's forward.
 
@@ -56,7 +56,7 @@ class TreeMask:
 def _runs(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets as in `TreeMask.runs`, and the ends of runs relative to the first node.
 
-    The last tensor is 0 for an end at the beginning of the text, and 1 for an end behind the prefix.
+    The last tensor is 0 for an end at the beginning of the text, and 1 for an end after the prefix.
     """
     offsets, behind, counts = [0], [], []
     for of_row in parents:

@@ -39,7 +39,7 @@ class Round:
         tree: scored tree of the rows that took part (`DraftTree.slot` maps rows). The prompt's round has only the root,
             the prompt's last token.
         paths: indices of the accepted nodes, root first; `tokens[r][j]` was chosen after node `paths[r][j]`. The path
-            of a finished row may go on with padding.
+            of a finished row may continue with padding.
         tokens: emitted token ids: those of the accepted nodes below the root, then the target's own token.
         num_accepted: number of emitted tokens that were draft nodes.
         lengths: committed cache entries of each row before the round.
@@ -142,7 +142,7 @@ class RoundClock:
 
     Args:
         events: two events of the device on which drafts are made; None if the host waits for drafts anyway. The host
-            only launches a draft, and waits for it together with the target's forward. The events tell the two apart.
+            only launches a draft, and waits for it together with the target's forward. The events separate the two.
     """
 
     def __init__(self, events: tuple[DeviceEvent, DeviceEvent] | None = None) -> None:

@@ -1,7 +1,7 @@
 """The choice of a round's tokens: the request's own processors, sampler and criteria, applied along the draft tree.
 
 The sampler chooses a token at every node that the walk visits, with the noise that stock would draw at that step. So
-the text is stock's by construction. This room also keeps the text so far, its records, and when each row ends.
+the text is stock's by construction. This package also keeps the text so far, its records, and when each row ends.
 """
 
 from .batched import BatchedChoice as BatchedChoice

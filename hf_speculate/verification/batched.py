@@ -26,7 +26,7 @@ from .sequences import Sequences
 # Deepest level for which noise is passed in, plus one. Noise of a level is as large as the vocabulary.
 _NOISE_LEVELS = 16
 
-# Processors that look at no values on the host. (Eta and others ask whether probabilities are valid.)
+# Processors that look at no values on the host. (Eta and others check whether probabilities are valid.)
 _RECORDABLE = (
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,

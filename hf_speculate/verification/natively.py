@@ -1,6 +1,6 @@
 """Noise, greedy choices and most probable tokens on CPUs: by torch, or by a faster kernel with the same results.
 
-torch draws noise values one by one, at 20 ns each: 3 ms a token for a vocabulary of 150,000.
+torch draws noise values one by one, at 20 ns each: 3 ms per token for a vocabulary of 150,000.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _one_at_a_time(method: NoiseMethod) -> NoiseMethod:
 class Noise:
     """Rows of Exp(1) noise, one for each decoding step, as stock `generate(do_sample=True)` would draw them.
 
-    Rows are drawn in the order of their steps, whoever asks first and on whichever thread.
+    Rows are drawn in the order of their steps, whichever is requested first and on whichever thread.
 
     Args:
         batch_size: number of rows, B: stock draws the noise of the whole batch at once.
@@ -51,7 +51,7 @@ class Noise:
     def __init__(self, batch_size: int, width: int, device: torch.device):
         self.width = width
         self.was_disturbed = False
-        """Whether somebody drew from the global generator during a `pause`."""
+        """Whether anything drew from the global generator during a `pause`."""
         self._batch_size = batch_size
         self._device = device
         self._lock = RLock()
@@ -77,7 +77,7 @@ class Noise:
     def rows(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> Float[Tensor, "R V"]:
         """The noise of `rows`, each at its own step; None means every row of the batch.
 
-        A finished row may ask for a step that was released. It gets the first step kept, as its tokens are ignored.
+        A finished row may request a step that was released. It gets the first step kept, as its tokens are ignored.
         """
         found = self.rows_of(steps, rows)
         return found[0][None] if len(found) == 1 else torch.stack(found)

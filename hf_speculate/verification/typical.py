@@ -3,7 +3,7 @@
 Source: Cai et al., "Medusa" (arXiv:2401.10774), section 2.3.1. A drafted token is accepted if the target finds it
 probable enough, even if the target would have sampled another token. The threshold falls with the target's entropy.
 More tokens are accepted, but the text is *not* distributed as the target's. A speculator with this rule has `lossless
-== False`, its repr says so, and `stats.lossy_calls` counts its calls.
+== False`, its repr shows this, and `stats.lossy_calls` counts its calls.
 """
 
 from __future__ import annotations

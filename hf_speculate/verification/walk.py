@@ -25,7 +25,7 @@ class Verdict:
 
     Attributes:
         paths: accepted nodes, root first: the entries that stay in the cache. Rows that did not take part have none;
-            the path of a finished row may go on with padding.
+            the path of a finished row may continue with padding.
         tokens: emitted tokens; `tokens[r][j]` was chosen after node `paths[r][j]`. Padding is not among them.
         num_accepted: number of emitted tokens that were draft nodes.
     """
@@ -60,7 +60,7 @@ def verify(
         tree: draft tree of all rows, or of those that are not finished.
         lockstep: whether all rows advance together, so that every processor and criterion gets the whole batch in
             stock's order. Otherwise each row advances alone.
-        pads_ended: whether finished rows go on with padding, as far as the longest row.
+        pads_ended: whether finished rows continue with padding, as far as the longest row.
         may_be_tainted: whether the forward had masked entries (`Sampler.chooser`).
         after_step: function called after every step in lock-step; False from it ends the round. None calls nothing.
         verdict: empty verdict to fill, for a caller that needs it after an interruption; None makes a new one.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
-    """One tree of all drafts of a row: equal paths become one node, as probable as the surer drafter says; the
+    """One tree of all drafts of a row: equal paths become one node, with the probability of the surer drafter; the
     `max_nodes` most probable ones stay."""
     places: dict[tuple[int, int], int] = {}  # (parent, token) -> node
     tokens, parents, found = [root], [ROOT_PARENT], [1.0]
@@ -87,7 +87,7 @@ class CombinedSession(DraftSession):
     """The sessions of the parts, in step.
 
     A draft from the text costs nothing: it comes first. Where it is worth what the others' drafts are worth as a rule,
-    these are left out of the round (as SuffixDecoding does beside a head); else all drafts become one tree.
+    these are left out of the round (as SuffixDecoding does together with a head); else all drafts become one tree.
 
     Args:
         drafters: the parts.
@@ -164,7 +164,7 @@ class CombinedSession(DraftSession):
         return DraftTree.from_rows(merged)
 
     def close(self) -> None:
-        """Closes the parts; those that go on in the next turn are told everything first."""
+        """Closes the parts; those that continue in the next turn observe everything first."""
         self._histories[self._kind] = [part.known for part in self._parts]
         try:
             for part in self._parts:
@@ -236,7 +236,7 @@ class CombinedSession(DraftSession):
 
 
 def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:
-    """Draft tokens a row that are expected to be accepted, of rows that are not finished."""
+    """Draft tokens per row that are expected to be accepted, of rows that are not finished."""
     rows = [row for row, is_active in zip(drafted, state.active, strict=True) if is_active]
     return sum(map(expected_length, rows)) / max(len(rows), 1)
 

@@ -106,7 +106,7 @@ class Knowledge:
     Attributes:
         acceptance: acceptance of its nodes.
         lengths: tokens that its drafts were worth.
-        gain: what its drafts add, and their time.
+        gain: tokens that its drafts add, and their time.
     """
 
     acceptance: Acceptance
@@ -123,7 +123,7 @@ class Part:
         session: session of the drafter.
         feature_layers, is_free: attributes of the drafter.
         known: experience with its drafts.
-        waiting: observations that the session has not been told of.
+        waiting: observations that the session has not received yet.
         tree, drafts: draft of this round, whole and by rows; None and empty if the part was left out.
         seconds: time of this draft.
         rests: whether the part is left out because it adds too little.

@@ -29,7 +29,7 @@ class PromptLookupOptions:
 
     Attributes:
         max_ngram: longest suffix that is looked up.
-        min_ngram: shortest one; after one token the copy is often wrong, which its value says.
+        min_ngram: shortest one; after one token the copy is often wrong, and its value is low.
         depth: tokens of a continuation that are drafted.
         max_nodes: draft nodes altogether.
     """

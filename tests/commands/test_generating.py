@@ -102,7 +102,7 @@ class TestGenerate:
     def test_stats_and_trees(self, folder):
         options = ("-n", 60, "--temperature", 0, "-s", "prompt_lookup:min_ngram=1")
         result = run("generate", "hello hello hello", "-t", folder, *options, "--stats", "--draw")
-        assert "tokens a round" in result.stderr
+        assert "tokens per round" in result.stderr
         assert "verdict" in result.stderr
         assert "drafted tokens accepted" in result.stdout
         assert "0 of 0 drafted" not in result.stdout
@@ -208,7 +208,7 @@ class TestChat:
         result = run("chat", "-t", folder, "-n", 30, "--temperature", 0, stdin=stdin)
         answer = plain_text(folder, [{"role": "user", "content": "hello"}], 30)
         assert result.stdout == 2 * f"{answer}\n"
-        assert "tokens a round" in result.stderr
+        assert "tokens per round" in result.stderr
         assert "unknown command /what; possible: /reset, /stats, /help, /exit." in result.stderr
 
     def test_it_says_what_it_runs_and_knows_help(self, folder):

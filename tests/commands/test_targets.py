@@ -109,7 +109,7 @@ class TestQwenCoder:
 
     def test_a_variable_that_names_no_file(self, tmp_path, monkeypatch):
         monkeypatch.setenv(QWEN_CODER_FILE, str(tmp_path / "gone.gguf"))
-        with pytest.raises(CheckpointError, match=r"HF_SPECULATE_QWEN_CODER names .*gone\.gguf', which is no file"):
+        with pytest.raises(CheckpointError, match=r"HF_SPECULATE_QWEN_CODER names .*gone\.gguf', which is not a file"):
             hf_speculate.load_gguf(self.NAME)
 
     def test_without_the_file_the_command_is_told(self, monkeypatch):

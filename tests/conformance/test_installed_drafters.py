@@ -134,7 +134,7 @@ class _LooksAhead(Session):
 
 
 BROKEN = {
-    "a look ahead leaves something": (LooksAhead(), "a look ahead left something behind"),
+    "a look ahead leaves something": (LooksAhead(), "drafting ahead changed the session"),
     "another root": (Broken(lambda root, s, t, p: ([(root + 1) % VOCAB_SIZE, *t[1:]], p)), "the root is"),
     "too deep": (Broken(lambda root, s, t, p: ([root, 5, 6, 7, 8], [-1, 0, 1, 2, 3])), "deep, the budget is"),
     "siblings alike": (Broken(lambda root, s, t, p: ([*t, 5], [*p, 0])), "drafted token 5 twice below node 0"),

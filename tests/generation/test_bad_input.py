@@ -182,7 +182,7 @@ def test_a_head_of_a_kind_that_nobody_reads(tiny_model, tmp_path):
 
 def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = r"'owner/head' is no folder here, .*neither in the cache nor asked for \({}\): .*`hf download owner/head`"
+    message = r"'owner/head' is not a folder.*not in the cache and is not requested \({}\): .*`hf download owner/head`"
     with pytest.raises(DrafterNotFoundError, match=message.format("HF_HUB_OFFLINE is set")):
         AutoSpeculator.from_pretrained("owner/head", target=tiny_model(), cache_dir=tmp_path)
     with pytest.raises(DrafterNotFoundError, match=message.format("local_files_only=True")):

@@ -220,7 +220,7 @@ def test_parts_that_do_not_belong_together_are_refused(parts):
         load_model(second)
     swapped = second.read_bytes()
     second.write_bytes(third.read_bytes())
-    with pytest.raises(CheckpointError, match="says that it is part 2 of 3, not 1 of 3"):
+    with pytest.raises(CheckpointError, match="is part 2 of 3 by its metadata, not 1 of 3"):
         load_model(first)
     second.unlink()
     with pytest.raises(CheckpointError, match=r"cut-00002-of-00003.gguf' is missing: .* has 3 parts"):

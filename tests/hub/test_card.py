@@ -219,9 +219,9 @@ class TestPermissions:
     @pytest.mark.parametrize(
         ("error", "message"),
         [
-            (LocalTokenNotFoundError("x"), "nobody is logged in. `hf auth login`"),
-            (ConnectionError("offline mode"), "cannot ask the Hub .*offline mode.*push FOLDER"),
-            (RuntimeError(""), "cannot ask the Hub .*RuntimeError"),
+            (LocalTokenNotFoundError("x"), "not logged in. `hf auth login`"),
+            (ConnectionError("offline mode"), "cannot check with the Hub .*offline mode.*push FOLDER"),
+            (RuntimeError(""), "cannot check with the Hub .*RuntimeError"),
         ],
     )
     def test_a_hub_that_does_not_answer(self, organisations, monkeypatch, error, message):

@@ -280,7 +280,7 @@ class TestRefusals:
         norm = model.model.layers[1].input_layernorm
         forward = norm.forward
         monkeypatch.setattr(norm, "forward", lambda states: forward(states) + 1e-2 * (states.shape[1] > 1))
-        self.refused(model, "a tree differs from single steps in layer 2, behind 9 tokens")
+        self.refused(model, "a tree differs from single steps in layer 2, after 9 tokens")
 
     def test_products_of_a_batch(self, tiny_model, monkeypatch):
         model = tiny_model(dtype=torch.bfloat16, seed=12)

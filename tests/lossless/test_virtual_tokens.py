@@ -78,7 +78,7 @@ def test_a_cache_cannot_be_continued_behind_virtual_tokens(adapted, prompt):
     """Neither by plain `generate`; ours says so."""
     first = adapted.generate(input_ids=prompt(9), **PLAIN)
     text = torch.cat([first.sequences, prompt(3)], dim=1)
-    with pytest.raises(UnsupportedRequestError, match="cannot continue a cache behind its virtual tokens"):
+    with pytest.raises(UnsupportedRequestError, match="cannot continue a cache that begins with virtual tokens"):
         adapted.generate(input_ids=text, **as_cache(cache_of(first)), **PLAIN, speculator=Speculator(RANDOM))
 
 

@@ -270,6 +270,6 @@ class TestHeadsForAnAdapter:
         (tmp_path / "head" / "provenance.json").write_text(json.dumps({"adapters": {}}))
         assert "trained for the target without adapters, but there is 'second'" in adapter_mismatch(folder, model)
         (tmp_path / "head" / "provenance.json").unlink()
-        assert "does not say that it was trained for the PEFT adapter 'second'" in adapter_mismatch(folder, model)
+        assert "has no record of training for the PEFT adapter 'second'" in adapter_mismatch(folder, model)
         with adapted.disable_adapter():
             assert adapter_mismatch(folder, model) == ""

@@ -186,7 +186,7 @@ def test_hooks_that_change_more_often_than_dynamo_compiles(tiny_model, prompt):
 
 
 def test_an_unknown_backend():
-    with pytest.raises(ValueError, match=r"compile='inducto' is no backend of torch.compile; possible: .*inductor"):
+    with pytest.raises(ValueError, match=r"compile='inducto' is not a backend of torch.compile; possible: .*inductor"):
         Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="inducto")
 
 

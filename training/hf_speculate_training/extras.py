@@ -1,4 +1,4 @@
-"""The check on import for packages that training needs beside those of the core."""
+"""The check on import for packages that training needs in addition to those of the core."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MAX_NODES = 10_000
 _MAX_DIGITS = 40
 # Names of files have no zero byte, and surrogates cannot be written in UTF-8.
 _WRITABLE = re.compile(r"[^\0\ud800-\udfff]*")
-_MANY = 30  # keys, too many to list beside a suggestion
+_MANY = 30  # keys, too many to list with a suggestion
 
 
 class RecipeError(SpeculateError, ValueError):
@@ -39,11 +39,11 @@ def read_section(kind: type[Section], values: Mapping[str, Any], where: str) -> 
     """The dataclass `kind` made of plain values.
 
     Args:
-        kind: the dataclass; its annotations say which values are accepted.
+        kind: the dataclass; its annotations give the accepted values.
         values: plain values by field.
         where: the section's name in messages, e.g. "method.options".
     Raises:
-        RecipeError: a key is no field, a value has the wrong type, or the dataclass itself refuses it.
+        RecipeError: a key is not a field, a value has the wrong type, or the dataclass itself refuses it.
     """
     refuse_unknown(values, field_names(kind), where)
     return validated(kind, values, f"the section {where}")
@@ -81,7 +81,7 @@ def field_names(kind: Any) -> list[str]:
 
 
 def _problem(place: Sequence[int | str], message: str) -> str:
-    own = message.removeprefix("Value error, ")  # what a dataclass said itself
+    own = message.removeprefix("Value error, ")  # the dataclass's own message
     text = message.lower() if own == message else own.rstrip(".")
     return f"{'.'.join(map(str, place))}: {text}" if place else text
 
@@ -93,7 +93,7 @@ def parse_yaml(text: str, what: str) -> Any:
         text: the text.
         what: the text's name in messages.
     Raises:
-        RecipeError: the text is no YAML, or larger than any recipe: nested deeper than 32 levels, more than 10,000
+        RecipeError: the text is not YAML, or larger than any recipe: nested deeper than 32 levels, more than 10,000
             values with all aliases written out, a value that contains itself.
     """
     try:
@@ -108,8 +108,8 @@ def check_plain(value: Any, place: str = "", depth: int = 0) -> None:
     """Refuses values that a recipe cannot hold.
 
     Raises:
-        RecipeError: a value is no section, list, text, number, true, false or null; a number is not finite; values are
-            nested too deeply.
+        RecipeError: a value is not a section, list, text, number, true, false or null; a number is not finite; values
+            are nested too deeply.
     """
     where = place.lstrip(".")[:100] or "the recipe"
     if depth > MAX_DEPTH:
@@ -166,7 +166,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
-        if ":" in node.value:  # base 60, in which nobody counts
+        if ":" in node.value:  # base 60, which is never meant
             return node.value
         is_int = node.tag.endswith(":int")
         return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)

@@ -171,7 +171,7 @@ def _adapted(model: Any, adapter: str) -> Any:
 
 
 def check_sharding(section: TargetSection) -> None:
-    """Raises `SpeculateError` where a target cannot be sharded, or there is nobody to share it with."""
+    """Raises `SpeculateError` where a target cannot be sharded, or there is only one process."""
     given = {
         "quantization": section.quantization,
         "gguf_file": section.gguf_file or (section.path.endswith(".gguf") or None),

@@ -40,7 +40,7 @@ DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
         },
         "dflash2": {**_SPECULATORS, **_SELECTOR, "sliding_window_non_causal": True},
     },
-    # Its DFlash proposes from slot 1 whatever the key says.
+    # Its DFlash proposes from slot 1, whatever the key holds.
     "llama.cpp": {
         "dflash": {**_LLAMA_CPP, "block_size": 16},
         "dspark": {**_LLAMA_CPP, "sample_from_anchor": True},

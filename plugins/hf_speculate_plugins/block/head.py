@@ -55,7 +55,7 @@ class MarkovHead(nn.Module):
     def inputs(
         self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"] | None = None
     ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"] | None]:
-        """Inputs of `markov_w2`, and the recurrent state behind these slots.
+        """Inputs of `markov_w2`, and the recurrent state after these slots.
 
         Args:
             states: states of the slots.
@@ -73,7 +73,7 @@ class MarkovHead(nn.Module):
         return codes, carried
 
     def bias(self, inputs: Float[Tensor, "... r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
-        """The bias behind the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r],
+        """The bias after the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r],
         [*N, P, M]."""
         if columns is None:
             return self.markov_w2(inputs)
@@ -241,7 +241,7 @@ class FeatureAdapter(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Projection that says how sure a slot is that its token will be accepted (DSpark)."""
+    """Projection to the confidence of a slot that its token will be accepted (DSpark)."""
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -326,7 +326,7 @@ class BlockHead(SharingHead[BlockSpec]):
         return logits
 
     def confidence(self, states: Float[Tensor, "*N H"], previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-        """Logits of the confidence head at slots behind these tokens."""
+        """Logits of the confidence head at slots after these tokens."""
         if self.spec.confidence_with_markov:
             states = torch.cat([states, self.markov_head.codes(previous)], dim=-1)
         return self.confidence_head.proj(states)[..., 0]

@@ -38,7 +38,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
 
     @classmethod
     def recognizes(cls, shapes: Shapes) -> bool:
-        # The context's norm lies beside the layers, not in the first of them as EAGLE-3's does.
+        # The context's norm lies next to the layers, not in the first of them as EAGLE-3's does.
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
     @classmethod
@@ -191,8 +191,8 @@ def _block(stated: Stated, keys: _Keys, mask_token_id: int | None) -> dict[str, 
     token = mask_token_of(stated.nested, config) if mask_token_id is None else mask_token_id
     if token is None:
         raise CheckpointError(
-            f"{config.where}: {config.file} lacks mask_token_id, what the slots behind the anchor hold: give "
-            "mask_token_id=..., what its training had."
+            f"{config.where}: {config.file} lacks mask_token_id, the token in the slots after the anchor: pass "
+            "mask_token_id=, the token used in training."
         )
     return {"method": keys.method, "block_size": block_size, "mask_token_id": token, "first_slot": first_slot}
 
@@ -228,7 +228,7 @@ def _scoring_parts(stated: Stated, keys: _Keys) -> dict[str, Any]:
     """Markov head, confidence head, convolutions, selector."""
     shapes, has_confidence = stated.shapes, "confidence_head.proj.weight" in stated.shapes
     found: dict[str, Any] = {}
-    if keys.dialect == "llama.cpp":  # tensors tell; its Markov heads are vanilla, and confidence heads see their codes
+    if keys.dialect == "llama.cpp":  # its Markov heads are vanilla, and confidence heads see their codes
         if _MARKOV in shapes:
             found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
         return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})

@@ -42,7 +42,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         *_COMMON,
         _FULL_VOCABULARY,
         ("a Markov or confidence head", lambda spec: spec.markov is not None or spec.confidence),
-        ("slots that propose the token behind their own place", lambda spec: spec.first_slot == 0),
+        ("slots that propose the token after their own place", lambda spec: spec.first_slot == 0),
         ("windows counted from the anchor", lambda spec: spec.window_from_anchor and any(spec.windows)),
     ),
     "deepspec": (
@@ -125,7 +125,7 @@ class BlockFiles(BlockReading):
 
 
 def _causal_kinds(spec: BlockSpec) -> set[tuple[bool, bool]]:
-    """(has a window, is causal) of layers, without the pair that says nothing: neither."""
+    """(has a window, is causal) of layers, without the pair that means nothing: neither."""
     kinds = {(window is not None, causal) for window, causal in zip(spec.windows, spec.causal, strict=True)}
     return kinds - {(False, False)}
 

@@ -1,7 +1,7 @@
 """Scores of every node that a tree of a block could have: those of its slot, and the part of the path before it.
 
 The noise of a step belongs to the step, not to the path: it is added before candidates are chosen. A Markov head's bias
-comes before temperature and cuts, the noise behind them.
+comes before temperature and cuts, the noise after them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .head import BlockHead
 from .spec import BlockOptions, BlockSpec
 
 
-# Tokens of a slot that are scored behind tokens of the slot before. Noise lifts tokens from far behind.
+# Tokens of a slot that are scored after tokens of the slot before. Noise lifts tokens from far below.
 _CANDIDATES, _SAMPLED_CANDIDATES = 64, 256
-_CUT = -1e5  # behind everything that is not cut, and little enough for float32 to keep an order
+_CUT = -1e5  # below everything that is not cut, and small enough for float32 to keep an order
 
 
 class BlockRequest(NamedTuple):
-    """Facts that the scores of a block depend on beside its states.
+    """Facts that the scores of a block depend on in addition to its states.
 
     Attributes:
         target_ids: target id of each draft id; None where they are the same.
@@ -75,7 +75,7 @@ class BlockScores:
 
     Attributes:
         ranked: float32 [B, D, C], scores of every slot's tokens by themselves, with the noise of their steps.
-        candidates: int64 [B, D, M], columns of the tokens of every slot that are scored behind others; only heads that
+        candidates: int64 [B, D, M], columns of the tokens of every slot that are scored after others; only heads that
             score pairs have them.
     """
 
@@ -92,20 +92,20 @@ class BlockScores:
             part = head.candidate_selector if head.spec.selector_rank else head.markov_head
             self._rows = part.rows(self.candidates)
             self._noise = None if request.log_noise is None else request.log_noise.gather(-1, self.candidates)
-            # Tokens that are no candidates, together.
+            # Tokens that are not candidates, together.
             self._others = self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
     def shares(self) -> Shares:
         """The function that `best_tree` calls for every level."""
         if self._head.spec.scores_pairs:
-            return self._behind_parents
+            return self._after_parents
         return slot_shares(self.ranked, self._request.target_ids, self._request.width)
 
-    def behind(
+    def following(
         self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W r"] | None = None
     ) -> tuple[Float[Tensor, "B W M"], Float[Tensor, "B W r"] | None]:
-        """Log-probabilities of a slot's candidates behind tokens of the slot before, and the recurrent state behind
-        these tokens.
+        """Log-probabilities of a slot's candidates after tokens of the slot before, and the recurrent state after these
+        tokens.
 
         Args:
             carried: recurrent state before them; None at the first slot, and for heads without one.
@@ -136,18 +136,18 @@ class BlockScores:
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
     def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Inputs of the Markov head or selector behind these tokens, and the recurrent state."""
+        """Inputs of the Markov head or selector after these tokens, and the recurrent state."""
         head, states = self._head, self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
         if head.spec.selector_rank:
             return head.candidate_selector.inputs(states, token_ids), None
         return head.markov_head.inputs(states, head.markov_head.codes(token_ids), carried)
 
-    def _behind_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def _after_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """The `Shares` of a head that scores pairs."""
         carried = None
         if depth and self._carried is not None:
             carried = self._carried.gather(1, previous[..., None].expand(-1, -1, self._carried.shape[-1]))
-        scores, self._carried = self.behind(depth, token_ids, carried)
+        scores, self._carried = self.following(depth, token_ids, carried)
         shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
         columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)
         return shares, self.to_target(columns)

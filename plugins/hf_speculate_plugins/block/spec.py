@@ -24,20 +24,20 @@ class BlockSpec(HeadSpec):
 
     Attributes:
         method: name on the Hub: "dflash" (slots know nothing of each other's tokens; JetSpec's causal heads are these,
-            too), "dspark" (a Markov head adds what the token before says), "dflash2" (convolutions, and a selector
+            too), "dspark" (a Markov head adds a bias from the token before), "dflash2" (convolutions, and a selector
             that scores pairs of candidates).
         attention_bias: biases in the attention projections.
         adapts_features: projection from Ht to H of every feature before they are joined (JetSpec).
         block_size: slots of a block, the anchor's included.
-        mask_token_id: token that is embedded in the slots behind the anchor.
+        mask_token_id: token that is embedded in the slots after the anchor.
         first_slot: first slot that proposes: 1 where a slot proposes the token at its own place (z-lab), 0 where it
-            proposes the one behind it (DeepSpec).
+            proposes the one after it (DeepSpec).
         causal: truth value for each layer: slots see only slots up to their own.
         window_from_anchor: windows count context entries from the anchor, for all slots alike (speculators), instead of
             from each slot (z-lab).
         markov: kind of the Markov head, None without one.
         markov_rank: r, width of its codes.
-        confidence: the head says how sure a slot is.
+        confidence: the head gives the confidence of each slot.
         confidence_with_markov: the confidence head sees the Markov code of the token before, too.
         conv_kernel_size, conv_group_size: sizes of the convolutions over slots, 0 without.
         selector_rank, selector_top_k: sizes of the selector, 0 without.
@@ -111,11 +111,11 @@ class BlockOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConventions:
-    """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
+    """Overrides of how a head is read, for callers who know better than the checkpoint. None: as in the file.
 
     Attributes:
         feature_layers: indices into the target's `hidden_states`, in concatenation order.
-        mask_token_id: token that is embedded in the slots behind the anchor.
+        mask_token_id: token that is embedded in the slots after the anchor.
         first_slot: first slot that proposes: 0 for DeepSpec's heads, 1 for z-lab's.
         causal: whether slots see only slots up to their own, in all layers.
         rope_theta: base of the rotary embedding.

@@ -59,7 +59,7 @@ class PlainSteps:
 
     @torch.no_grad()
     def slots(self, anchors: Int[Tensor, " B"]) -> Float[Tensor, "B S H"]:
-        """States of all slots behind the entries that were read."""
+        """States of all slots after the entries that were read."""
         head = self._loaded.head
         positions, masks = block_place(head, self._reading)
         return head(head.block_ids(anchors), positions, CachedAttention(self._reading.cache.cache, masks))
@@ -73,7 +73,7 @@ def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"
 
 
 def block_place(head: BlockHead, reading: Reading) -> Place:
-    """Positions and masks of the slots of a block behind the entries that were read."""
+    """Positions and masks of the slots of a block after the entries that were read."""
     positions = reading.positions_at(torch.arange(head.spec.block_size)[None])
     return positions, block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
 

@@ -1,8 +1,8 @@
 """A search for what makes a head accept too little, on text that the target itself wrote.
 
 Published heads are often labelled wrongly: the layers that they read are off by one, a norm is on the wrong side, RoPE
-has another base. Such a head loads, drafts badly, and shows no error. This room lets the head read such texts, tries
-other conventions (`conventions`, `search`) and other conditions of use (`conditions`), and says what helps.
+has another base. Such a head loads, drafts badly, and shows no error. This package lets the head read such texts, tries
+other conventions (`conventions`, `search`) and other conditions of use (`conditions`), and reports what helps.
 """
 
 from .acceptance import AcceptanceRates as AcceptanceRates

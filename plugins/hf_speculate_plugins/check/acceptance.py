@@ -1,7 +1,7 @@
 """Acceptance of a head: its greedy chains at every place of the target's own greedy texts.
 
 The head's own session reads a text token by token, and drafts before each. So a chain is the one that decoding would
-draft there, and the text says how much of it would have been accepted. The target itself runs once.
+draft there, and the text shows how much of it would have been accepted. The target itself runs once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_speculate.stats import HeadRecord
 
 
 ReadingOptions = dict[str, Any]
-"""Options of `AutoSpeculator.from_pretrained` that say how a head is read, beyond what its files say."""
+"""Options of `AutoSpeculator.from_pretrained` that change how a head is read, beyond the contents of its files."""
 
 # Published heads accept 62 to 73 % at depth 1. Of the chains accepted to one depth, the share accepted at the next is
 # at least 0.77 times that (figures in vLLM's tests). A state that is fed back wrongly shows at depth 2 only.
@@ -87,7 +87,7 @@ def _all_states(target: GenerativeModel, token_ids: Tensor, layers: Sequence[int
 
 
 class HeadReader:
-    """Loads the head in `folder` anew for every set of options, as a user who passes them would.
+    """Loads the head in `folder` again for every set of options, as a user who passes them would.
 
     Args:
         folder: folder of the head.
@@ -146,7 +146,7 @@ def replayed(drafter: Drafter, target: PreTrainedModel, texts: Sequence[Text], d
 
 
 class _Replay:
-    """A session of the drafter that is told the texts as decoding would tell them, side by side.
+    """A session of the drafter that observes the texts as in decoding, side by side.
 
     Args:
         drafter: drafter of chains.
@@ -171,14 +171,14 @@ class _Replay:
 
     def steps(self) -> Iterator[dict[int, int]]:
         """Number of accepted tokens by slot of the text, at one root after the other."""
-        self._tell_prompts()
+        self._observe_prompts()
         num_roots = [len(text.roots(self._depth)) for text in self._texts]
         for step in range(max(num_roots)):
             active = [step < count for count in num_roots]
             # A text without further roots waits at its last token but one.
             places = [min(text.num_prompt + step, len(text.token_ids) - 2) for text in self._texts]
             yield self._accepted(places, active, num_emitted=step + 1)
-            self._tell(places, active)
+            self._observe(places, active)
 
     def _accepted(self, places: Sequence[int], active: Sequence[bool], num_emitted: int) -> dict[int, int]:
         state = DraftState(
@@ -194,8 +194,8 @@ class _Replay:
                 counts[slot] = _num_accepted(tree, slot, text.token_ids[place + 1 : place + 1 + self._depth].tolist())
         return counts
 
-    def _tell_prompts(self) -> None:
-        """Tells the prompts' states, each with the token behind it."""
+    def _observe_prompts(self) -> None:
+        """Passes the session the prompts' states, each with the token after it."""
         roots = torch.stack([text.token_ids[text.num_prompt] for text in self._texts])
         tokens = torch.cat([self._ids[:, 1:], roots[:, None]], dim=1)
         features = {
@@ -204,14 +204,14 @@ class _Replay:
         }
         self._session.observe(tokens, features, torch.full((len(self._texts),), self._ids.shape[1]))
 
-    def _tell(self, places: Sequence[int], active: Sequence[bool]) -> None:
-        """Tells the active texts one more state each, with the token behind it."""
+    def _observe(self, places: Sequence[int], active: Sequence[bool]) -> None:
+        """Passes the session one more state of each active text, with the token after it."""
         features = {}
         for layer in self._layers:
             states = [text.states[layer][place] for text, place in zip(self._texts, places, strict=True)]
             features[layer] = torch.stack(states)[:, None]
-        behind = self._tokens([place + 1 for place in places])
-        self._session.observe(behind[:, None], features, torch.tensor(active).long())
+        following = self._tokens([place + 1 for place in places])
+        self._session.observe(following[:, None], features, torch.tensor(active).long())
 
     def _tokens(self, places: Sequence[int]) -> Int[Tensor, " R"]:
         return torch.stack([text.token_ids[place] for text, place in zip(self._texts, places, strict=True)])

@@ -1,4 +1,4 @@
-"""Conditions of use that acceptance depends on, beside the way a head is read.
+"""Conditions of use that acceptance depends on, in addition to the way a head is read.
 
 These are the chat template, thinking, the adapter, quantisation and the context. The same chains are drafted on texts
 that the target writes under one condition and under another. The texts differ then, so prompts are compared instead of
@@ -31,9 +31,9 @@ from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, write_texts
 
 logger = get_logger(__name__)
 
-# Least difference that is reported: in standard errors over prompts, and in tokens a round.
+# Least difference that is reported: in standard errors over prompts, and in tokens per round.
 _MIN_SIGMAS, _MIN_GAIN = 3.0, 0.15
-_MIN_SPREAD = 0.1  # the same gain on all prompts is no proof of certainty
+_MIN_SPREAD = 0.1  # the same gain on all prompts does not prove certainty
 _MIN_PROMPTS = 4
 # Prompts for the dequantised copy of the target, which is larger and slower.
 _FEW = 8
@@ -82,7 +82,7 @@ class Finding:
         kind: "chat template", "thinking", "quantisation", "adapter" or "context".
         message: the figures, and what they may mean.
         acceptance: acceptance by the name of the condition.
-        gain: difference between the two, in tokens a round.
+        gain: difference between the two, in tokens per round.
         sigmas: the gain in standard errors over prompts.
     """
 
@@ -97,7 +97,7 @@ def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: 
     """Compares acceptance under two conditions; None unless it is clearly lower now.
 
     Args:
-        meaning: what a lower acceptance means.
+        meaning: text for the user on the meaning of a lower acceptance.
         paired: whether both have the same prompts.
     """
     groups = [other.means() - now.means()] if paired else [other.means(), now.means()]
@@ -110,7 +110,7 @@ def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: 
     if gain < _MIN_GAIN or sigmas < _MIN_SIGMAS:
         return None
     first, second = now.rates, other.rates
-    figures = f"{first.mean_length:.2f} tokens a round {now.name}, {second.mean_length:.2f} {other.name}"
+    figures = f"{first.mean_length:.2f} tokens per round {now.name}, {second.mean_length:.2f} {other.name}"
     message = f"{figures} ({gain:.2f} apart, {sigmas:.0f} sigma): {meaning}"
     return Finding(kind, message, {now.name: first, other.name: second}, gain, sigmas)
 

@@ -35,7 +35,7 @@ _SWITCHES = {
     "norm_logits": {True: "a norm before the output matrix", False: "no norm before the output matrix"},
     "feed_back_normed": {True: "the normed state fed back", False: "the state fed back before the norm"},
 }
-_PLACES = {0: "the token behind its place (DeepSpec)", 1: "the token at its place (z-lab)"}
+_PLACES = {0: "the token after its place (DeepSpec)", 1: "the token at its place (z-lab)"}
 
 
 def _of_eagle(drafter: Any, target: PreTrainedModel) -> Iterator[Alternative]:

@@ -25,10 +25,10 @@ from .conventions import Alternative, alternatives
 
 Verdict = Literal["plausible", "mislabelled", "better", "explained", "unexplained"]
 
-# Least gain of a change that is adopted: in standard errors, and in tokens a round. Errors are paired over positions,
+# Least gain of a change that is adopted: in standard errors, and in tokens per round. Errors are paired over positions,
 # which are not quite independent, so many are asked for.
 _MIN_SIGMAS, _MIN_GAIN = 4.0, 0.05
-_MIN_SPREAD = 0.1  # the same gain at every position is no proof of certainty
+_MIN_SPREAD = 0.1  # the same gain at every position does not prove certainty
 _MAX_CHANGES = 3
 
 
@@ -40,7 +40,7 @@ class Trial:
         options: everything that differs from the head's files.
         meaning: the change in words.
         acceptance: acceptance with these options; None if the head cannot be read so.
-        gain: additional tokens a round, compared with before the change; None without acceptance.
+        gain: additional tokens per round, compared with before the change; None without acceptance.
         sigmas: the gain in standard errors, paired over positions.
         problem: reason why the head cannot be read so.
     """
@@ -64,7 +64,7 @@ class HeadCheck:
     Attributes:
         head: folder or Hub id.
         drafter: name of the drafter that reads the head.
-        stated: acceptance as the files say.
+        stated: acceptance with the conventions in the files.
         trials: the alternatives that were tried, in order; empty if nothing was suspicious.
         fix: options that improve acceptance; empty if none does.
         best: acceptance with `fix`.
@@ -92,7 +92,7 @@ class HeadCheck:
 
         "plausible": acceptance is that of a trained head. "mislabelled": it is low as stated, plausible with `fix`.
         "better": `fix` helps, but acceptance stays low, or was plausible before. "explained": no convention helps, and
-        `findings` say what acceptance depends on. "unexplained": nothing that was tried helps.
+        `findings` list what acceptance depends on. "unexplained": nothing that was tried helps.
         """
         if not self.fix or self.best is None:
             low = "explained" if self.findings else "unexplained"

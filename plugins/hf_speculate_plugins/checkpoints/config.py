@@ -20,7 +20,7 @@ _MASK_TOKENS = ("mask_token_id", "ptd_token_id", "pard_token", "dspark_noise_tok
 
 # Key of a flat config that stands for the metadata of a GGUF file, and the name of such a file.
 GGUF_ARCHITECTURE, GGUF_FILE = "gguf_architecture", "draft.gguf"
-# `WRITTEN_ROPE` of GGUF files, whose room is slow to import.
+# `WRITTEN_ROPE` of GGUF files, whose package is slow to import.
 GGUF_ROPE = ("default", "linear", "llama3")
 
 
@@ -130,7 +130,7 @@ class ConfigValues:
 
 
 def mask_token_of(*places: ConfigValues) -> int | None:
-    """The token whose embedding stands for tokens not known yet, under any of its names; None where nothing says it."""
+    """The token whose embedding stands for tokens not known yet, under any of its names; None if it is not given."""
     tokens = (place.token(key) for place in places for key in _MASK_TOKENS)
     return next((token for token in tokens if token is not None), None)
 

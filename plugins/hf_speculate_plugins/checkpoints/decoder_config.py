@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _ATTENTION = "layers.0.self_attn."
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 _MAX_LAYERS = 64  # no published head has more than a handful; one is built before its tensors are asked for
-# Dimensions of the tensors whose sizes say what the head is; other tensors are compared with these.
+# Dimensions of the tensors whose sizes define the head; other tensors are compared with these.
 _DIMENSIONS = {
     "fc.weight": 2,
     "embed_tokens.weight": 2,
@@ -96,7 +96,7 @@ class HeadSpec:
 
     @property
     def trains_embeddings(self) -> bool:
-        """Whether such heads train their embeddings unless the config says otherwise."""
+        """Whether such heads train their embeddings unless the config states otherwise."""
         return False
 
     def overridden(self, conventions: Any, names: Sequence[str], **changes: Any) -> Self:
@@ -120,7 +120,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class Stated:
-    """Everything that the files of a head say about it.
+    """Everything that the files of a head state about it.
 
     Attributes:
         folder: folder of the files.

@@ -42,7 +42,7 @@ _GGUF = ".gguf"
 # Times that the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
 _MAX_SHARING = 16
 
-# Pickles in front of the bytes of files that are no zip: their writer, the dictionary, and names of its storages.
+# Pickles in front of the bytes of files that are not a zip: their writer, the dictionary, and names of its storages.
 _LEGACY_PICKLES = 5
 
 Loader = Callable[[], Tensor]
@@ -166,7 +166,7 @@ def write_checkpoint(
     """
     refuse_other_weights(folder, file)
     if file.endswith(_GGUF):
-        from .llamacpp import write_head  # the room of GGUF files is slow to import
+        from .llamacpp import write_head  # the package for GGUF files is slow to import
 
         return write_head(folder, file, tensors, config, **of_gguf)
     # Copies with storages of their own: a view would be saved with everything that it is a view of.
@@ -220,7 +220,7 @@ def _load_pickle(path: str, device: str = "cpu") -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} does not hold a plain dictionary of tensors.")
     if not all(isinstance(name, str) for name in content):
-        raise CheckpointError(f"{path} holds tensors whose names are no strings.")
+        raise CheckpointError(f"{path} holds tensors whose names are not strings.")
     _check_storages(path, content)
     return content
 
@@ -332,7 +332,7 @@ def read_checkpoint(
             that collide after stripping, NaN or infinite weights.
     """
     if path := _gguf_file(folder):
-        from .llamacpp import read_head  # the room of GGUF files is slow to import
+        from .llamacpp import read_head  # the package for GGUF files is slow to import
 
         config, tensors, packed = read_head(path)
         check_finite(path, tensors)
@@ -358,7 +358,7 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
         CheckpointError: files that are there but cannot be read (see `read_checkpoint`).
     """
     if path := _gguf_file(folder):
-        from .llamacpp import head_shapes  # the room of GGUF files is slow to import
+        from .llamacpp import head_shapes  # the package for GGUF files is slow to import
 
         return head_shapes(path)
     if not known_weight_file(folder):

@@ -80,7 +80,7 @@ _REFUSED = (
 
 @dataclass(frozen=True)
 class _Architecture:
-    """Names in the files of an architecture, beside those that all have.
+    """Names in the files of an architecture, in addition to those that all have.
 
     Attributes:
         model_type: type of decoder layer, as configs name it.
@@ -255,7 +255,7 @@ def _config(file: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _ours(file: GgufFile, name: str) -> str:
-    """The name of our module; one that is not known stays, and the account of the load tells of it."""
+    """The name of our module; one that is not known stays, and the account of the load lists it."""
     architecture = _ARCHITECTURES[file.metadata["general.architecture"]]
     if match := _LAYER.match(name):
         known = architecture.layers.get(match[3])

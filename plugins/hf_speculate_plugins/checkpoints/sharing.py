@@ -21,7 +21,7 @@ from .target_files import TargetFiles
 
 
 # Trained embeddings stay near those that they started from; below this mean cosine they are noise (TorchSpec exported
-# such files) unless the config says that they were trained.
+# such files) unless the config states that they were trained.
 _MIN_COSINE = 0.05
 
 
@@ -53,7 +53,7 @@ def shared_embeddings(
     Args:
         opened: the head.
         theirs: the target's embedding module.
-        choice: "own" or "target", if somebody knows; else they are compared.
+        choice: "own" or "target"; None compares them.
         trained: default of the config's `embed_requires_grad`: such heads train their embeddings.
     Raises:
         CheckpointError: the head needs its own, and the file has none.
@@ -193,8 +193,8 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
         if spec.draft_vocab_size == spec.vocab_size:
             return None
         raise CheckpointError(
-            f"{checkpoint.folder}: the head speaks {spec.draft_vocab_size} of {spec.vocab_size} tokens, but there is "
-            "neither d2t nor t2d to say which."
+            f"{checkpoint.folder}: the head drafts {spec.draft_vocab_size} of {spec.vocab_size} tokens, but has "
+            "neither d2t nor t2d to name them."
         )
     if members is not None and not torch.equal(ids, members.nonzero().flatten()):
         raise CheckpointError(
@@ -210,7 +210,7 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
     if offsets is not None and members is None and spec.draft_vocab_size < spec.vocab_size and not offsets.any():
         logger.warning_once(
             f"{checkpoint.folder}: d2t is zero everywhere, so draft ids are the target's first {len(offsets)}. It may "
-            "never have been filled: `hf-speculate check` tells whether the head drafts as it should."
+            "never have been filled: `hf-speculate check` measures whether the head drafts as it should."
         )
     is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
     return None if is_whole else ids
@@ -234,7 +234,7 @@ def target_needed(opened: OpenedHead[Any], layout: str, name: str) -> Checkpoint
 
 
 def were_trained(opened: OpenedHead[Any], config: ConfigValues, target: TargetFiles | None) -> bool:
-    """Whether embeddings in a file are the head's own. Unless something says otherwise they are."""
+    """Whether embeddings in a file are the head's own. They are unless the files state otherwise."""
     if "embed_requires_grad" in config or target is None:
         return config.flag("embed_requires_grad", True)
     own, theirs = opened.checkpoint.tensors["embed_tokens.weight"], target.input_embeddings().weight

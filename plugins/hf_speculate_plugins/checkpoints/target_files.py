@@ -33,7 +33,7 @@ class TargetFiles:
         hub: the usual options of the Hub: `revision`, `token`, `cache_dir`, `local_files_only`.
     Raises:
         DrafterNotFoundError: no such folder or repository, or it has no model config.
-        CheckpointError: the config of a folder is no JSON.
+        CheckpointError: the config of a folder is not JSON.
     """
 
     def __init__(self, name_or_path: str | os.PathLike, **hub: Any):

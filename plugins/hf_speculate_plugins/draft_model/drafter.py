@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Files beside the weights of a model that can be used alone.
+# Files next to the weights of a model that can be used alone.
 _TOKENIZER_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -47,7 +47,7 @@ _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.
 
 
 def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
-    """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) beside the target, see `load_model`."""
+    """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) for the target, see `load_model`."""
     place = user_path(place)
     if place.endswith(".gguf"):
         from hf_speculate.gguf import load_model as load_packed  # nothing else needs what it imports
@@ -57,7 +57,7 @@ def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
-    """The causal LM in `folder` beside the target: same dtype, same device.
+    """The causal LM in `folder` for the target: same dtype, same device.
 
     Raises:
         CheckpointError: unreadable, or a config that announces far more than the files hold.
@@ -138,9 +138,9 @@ class DraftModelDrafter(Drafter):
     def advice(self) -> Advice:
         name = self.model.config.name_or_path or type(self.model).__name__
         return Advice(
-            good=f"the draft model {name} brings more than it costs",
-            poor=f"The draft model {name} is too slow beside this target, or writes another text: try a smaller one of "
-            "the target's family, fewer tokens a draft (depth=), or prompt_lookup.",
+            good=f"the draft model {name} saves more time than it costs",
+            poor=f"The draft model {name} is too slow for this target, or writes another text: try a smaller one of "
+            "the target's family, fewer tokens per draft (depth=), or prompt_lookup.",
         )
 
     @classmethod
@@ -161,13 +161,13 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        """Whether the config in `folder` names a causal LM, and its tensors are no heads of another method."""
+        """Whether the config in `folder` names a causal LM, and its tensors are not heads of another method."""
         config = read_config(folder)
         names = ConfigValues(folder, config).texts("architectures")
         is_head = any(key in config for key in ("draft_vocab_size", "medusa_num_heads", "speculators_model_type"))
         if is_head or "model_type" not in config or not any(n.endswith("ForCausalLM") for n in names):
             return False
-        # EAGLE-1 heads have the config of a Llama of one layer: only their tensors tell.
+        # EAGLE-1 heads have the config of a Llama of one layer: only their tensors show it.
         return not any(name.startswith(_HEAD_TENSORS) for name in tensor_shapes(folder))
 
     @classmethod
@@ -176,7 +176,7 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
-        """Loads the draft model beside the target: same dtype, same device."""
+        """Loads the draft model for the target: same dtype, same device."""
         return cls.for_target(target, model=folder, **options)
 
     def check_target(self, target: PreTrainedModel) -> None:

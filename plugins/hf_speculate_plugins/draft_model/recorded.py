@@ -142,7 +142,7 @@ class _Levels:
         seen_slots: Int[Tensor, " S"],
         seen: Bool[Tensor, "B N S"],
     ) -> Float[Tensor, "B N W"]:
-        """Logits of tokens that see the text, and of the entries after it those that `seen` says.
+        """Logits of tokens that see the text, and of the entries after it those in `seen`.
 
         Args:
             slots: index of each token's entry.

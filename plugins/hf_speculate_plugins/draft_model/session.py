@@ -22,9 +22,9 @@ from .recorded import recorded_drafts
 class DraftModelSession(DraftSession):
     """The draft model's cache, and the tokens in it.
 
-    `_texts[r]` are the committed tokens behind the prompt (root last), `_cached[r]` those in the cache behind the
-    prompt, which may go on with rejected drafts. The common beginning stays, the rest is fed again. So to take back a
-    draft made ahead in vain, it is enough to take back its text.
+    `_texts[r]` are the committed tokens after the prompt (root last), `_cached[r]` those in the cache after the prompt,
+    which may end in rejected drafts. The common beginning stays, the rest is fed again. So to take back a draft made
+    ahead in vain, it is enough to take back its text.
 
     Args:
         model: draft model.
@@ -126,14 +126,14 @@ class DraftModelSession(DraftSession):
         if size is None:
             return 10**9
         longest = max(self._last_positions[row] + len(self._texts[row]) for row in rows)
-        if not takes_position_ids(self.model):  # it counts entries: padding, and the gaps behind shorter rows
+        if not takes_position_ids(self.model):  # it counts entries: padding, and the gaps after shorter rows
             common = [self._num_common(row) for row in rows]
             num_new = max(len(self._texts[row]) - known for row, known in zip(rows, common, strict=True))
             longest = self._num_prompt - 1 + max(common) + num_new
         return size - 1 - longest if longest < size else None
 
     def _num_common(self, row: int) -> int:
-        """Number of committed tokens behind the prompt, without the root, that the cache holds."""
+        """Number of committed tokens after the prompt, without the root, that the cache holds."""
         text, cached = self._texts[row][:-1], self._cached[row]
         if cached == text[: len(cached)]:  # as after every recorded draft; much faster than the loop over tokens
             return len(cached)

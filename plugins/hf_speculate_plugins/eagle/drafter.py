@@ -31,7 +31,7 @@ Steps = PlainSteps | CompiledSteps
 
 
 class EagleSession(HeadSession[EagleHead]):
-    """Drafts for one request: trees from the head's own states, behind the entries that it has read.
+    """Drafts for one request: trees from the head's own states, after the entries that it has read.
 
     The forward that reads the tokens of a round also expands the root of the next tree: entry i pairs the feature at
     token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
@@ -162,7 +162,7 @@ class EagleSession(HeadSession[EagleHead]):
 
     @torch.no_grad()
     def _draft_parallel(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
-        """The best tree of the last entry and the masks behind it: two forwards for any depth."""
+        """The best tree of the last entry and the masks after it: two forwards for any depth."""
         head, options, target_ids = self._loaded.head, self.options, self._loaded.target_ids
         depth = min(options.depth, state.max_depth)
         if not depth:
@@ -204,7 +204,7 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     @cached_property
     def _native(self) -> NativeForward | None:
         """The kernel's form of the head. Making it may take a compiler, so it waits for the first request."""
-        from .native import NativeForward  # and the room of packed targets
+        from .native import NativeForward  # and the package for packed targets
 
         return NativeForward.of(self.head)
 

@@ -129,7 +129,7 @@ class EagleHead(SharingHead[EagleSpec]):
         return hidden
 
     def masks(self, batch_size: int, count: int) -> tuple[Int[Tensor, "B D"], Float[Tensor, "B D Hd"]]:
-        """Ids and states that `forward` takes for `count` deeper tokens behind the last entry (P-EAGLE)."""
+        """Ids and states that `forward` takes for `count` deeper tokens after the last entry (P-EAGLE)."""
         mask = self.spec.mask_token_id
         assert mask is not None
         features = self.mask_hidden.chunk(self.spec.num_features, dim=-1)

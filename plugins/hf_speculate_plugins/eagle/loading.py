@@ -35,7 +35,7 @@ from .spec import Dialect, EagleConventions, EagleSpec
 
 
 # Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
-# speculators files of EAGLE-1 say `fusion_fc` and `transformer`.
+# speculators files of EAGLE-1 have the names `fusion_fc` and `transformer`.
 _RENAMES = (
     (re.compile(r"^midlayer\.(\d+\.)"), r"layers.\1"),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -83,8 +83,8 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         opened = super().open(folder, conventions, target)
         if target is not None and opened.spec.parallel and opened.spec.mask_token_id is None:
             raise CheckpointError(
-                f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): give "
-                "mask_token_id=..., what its training had; without word of that, the tokenizer's mask token."
+                f"{folder} is a P-EAGLE head whose config.json does not name its mask token (SpecForge's do not): pass "
+                "mask_token_id=, the token used in training. If unknown, try the tokenizer's mask token."
             )
         return opened
 
@@ -96,7 +96,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         fields = {**stated.layer_fields(), "rope": _rope(stated.layers, dialect)}
         if dialect in ("speculators", "deepspec") and stated.layers.text("model_type") == "qwen3":
             fields["qk_norm"] = True
-        # Automodel's layers have no windows, whatever the target's config says.
+        # Automodel's layers have no windows, whatever the target's config holds.
         depth = fields["num_layers"]
         windows = (None,) * depth if _by_automodel(stated.config) else windows_of(stated.layers, depth)
         spec = EagleSpec(
@@ -160,9 +160,9 @@ def canonical_name(name: str) -> str:
 
 
 def eagle_version(shapes: Shapes) -> Literal[1, 3] | None:
-    """The generation of a head with tensors of these names and shapes; None if they are no EAGLE head.
+    """The generation of a head with tensors of these names and shapes; None if they are not an EAGLE head.
 
-    The input width of the query projection tells: EAGLE-3 attends over [embedding; state], EAGLE-1 over their
+    The input width of the query projection decides: EAGLE-3 attends over [embedding; state], EAGLE-1 over their
     projection. (The width of `fc` does not: an EAGLE-3 head of two features has that of an EAGLE-1 head.)
     """
     canonical = {canonical_name(name): shape for name, shape in shapes.items()}
@@ -212,12 +212,13 @@ def _by_automodel(config: ConfigValues) -> bool:
 
 
 def _own_output(stated: Stated, dialect: str, version: int) -> bool:
-    """Whether the output matrix is the head's own. Files that leave it out on purpose say so; ModelOpt's need not."""
+    """Whether the output matrix is the head's own. Files that leave it out on purpose state this; ModelOpt's need
+    not."""
     config = stated.config
     if version == 1 or _OUTPUT in stated.shapes:
         return True
     is_own = config.flag("own_output", True)
-    is_null = "draft_vocab_size" in config.values and "draft_vocab_size" not in config  # SGLang's way to say it
+    is_null = "draft_vocab_size" in config.values and "draft_vocab_size" not in config  # SGLang's way to state it
     if not is_own or is_null or dialect == "modelopt":
         return is_own
     raise CheckpointError(
@@ -243,7 +244,7 @@ def _features(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
         num_features = fc_size // hidden_size if dialect == "deepspec" else 3
     if not 0 < num_features <= _MAX_FEATURES or fc_size % num_features:
         raise CheckpointError(
-            f"fc.weight takes {fc_size} inputs, which is no multiple of the {num_features} target layers "
+            f"fc.weight takes {fc_size} inputs, which is not a multiple of the {num_features} target layers "
             f"that the config names ({layers or 'none; 3 by default'}; at most {_MAX_FEATURES})."
         )
     target_hidden_size = fc_size // num_features

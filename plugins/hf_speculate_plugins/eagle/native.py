@@ -128,14 +128,14 @@ class NativeForward:
         return finite(head.fc(torch.cat([beside, states], dim=-1))), None
 
     def current_layers(self) -> NativeLayers | None:
-        """The layers, made anew if weights were exchanged or moved; None if the kernel cannot compute them now."""
+        """The layers, made again if weights were exchanged or moved; None if the kernel cannot compute them now."""
         if self._layers is None or not self._layers.is_current():
             parts = [parts_of(self._head, layer) for layer in self._head.layers]
             self._layers = NativeLayers.of([each.rounded() for each in parts] if self._head.is_quick else parts)
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
-        """The ranking of the layers' outputs, made anew or None likewise."""
+        """The ranking of the layers' outputs, made again or None likewise."""
         if self._ranking is None or not self._ranking.is_current():
             head, spec = self._head, self._head.spec
             norm = head.norm if spec.norm_logits else None
@@ -190,7 +190,7 @@ NoiseOf = Callable[[int], Tensor | None]
 
 
 class NativeSteps(PlainSteps):
-    """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request asks for."""
+    """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request needs."""
 
     def __init__(self, loaded: LoadedHead[EagleHead], reading: Reading, native: NativeForward):
         super().__init__(loaded, reading, native)

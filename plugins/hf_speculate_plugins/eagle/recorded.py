@@ -70,7 +70,7 @@ def eagle_draft(
     top_k: int,
     max_nodes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads the entries of a round, and grows a dynamic tree behind the last one: tokens, parents and values [B, n].
+    """Reads the entries of a round, and grows a dynamic tree after the last one: tokens, parents and values [B, n].
 
     Args:
         stacks: keys and values of all layers.

@@ -26,12 +26,12 @@ from .loading import EagleReading
 from .spec import EagleSpec
 
 
-# "compact" is SpecForge's without what the target has anyway: nobody else reads it; `convert` makes the others of it.
-# "llama.cpp" is a GGUF file, which also holds the target's tokenizer.
+# "compact" is SpecForge's without what the target has anyway: only hf_speculate reads it; `convert` makes the others of
+# it. "llama.cpp" is a GGUF file, which also holds the target's tokenizer.
 _AS_SPECFORGE = ("specforge", "compact")
 
 _NORMS_OF_HEADS: Limit = ("norms of queries and keys", lambda spec: spec.qk_norm)
-# One layer of Llama behind three features.
+# One layer of Llama after three features.
 _ONE_LAYER: tuple[Limit, ...] = (
     ("more than one layer", lambda spec: spec.num_layers > 1),
     _NORMS_OF_HEADS,
@@ -73,7 +73,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         ("EAGLE-1", lambda spec: spec.version == 1),
         ("logits without a norm", lambda spec: not spec.norm_logits),
         ("windows of different lengths", lambda spec: len({w for w in spec.windows if w}) > 1),
-        ("a mask token that nobody has named", lambda spec: spec.parallel and spec.mask_token_id is None),
+        ("a mask token without a known id", lambda spec: spec.parallel and spec.mask_token_id is None),
     ),
     "llama.cpp": (
         *_COMMON,
@@ -159,7 +159,7 @@ class EagleFiles(EagleReading):
 
 
 def _feature_layers(spec: EagleSpec, layout: str, num_target_layers: int | None) -> list[int] | None:
-    """The layers for a config; None: the default, which all layouts share and nobody needs to write."""
+    """The layers for a config; None: the default, which all layouts share and need not hold."""
     if spec.version == 1:
         return None
     if num_target_layers is None:

@@ -19,7 +19,7 @@ from ..checkpoints import HeadSpec
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm", "llama.cpp"]
 
 # The steps' noise lifts tokens that the head finds less probable: sampled requests gain by more children (SmolLM2, 48
-# held-out questions, 8 / 16 / 32 nodes: 1 %, 1.5 %, 4 % more tokens a round), greedy ones do not.
+# held-out questions, 8 / 16 / 32 nodes: 1 %, 1.5 %, 4 % more tokens per round), greedy ones do not.
 _GREEDY_WIDTH, _SAMPLED_WIDTH = 4, 8
 # Where few nodes pay, a narrow draft has them too: with 3 to 6 nodes two branches accept what eight do, in three
 # quarters of the time (Qwen2.5-Coder-0.5B, packed, T=1: 4 to 6 % faster; greedily 2 %).
@@ -46,9 +46,9 @@ class EagleSpec(HeadSpec):
         norm_embedding: the first layer norms the token embedding (not so in some ModelOpt heads).
         norm_logits: RMSNorm before the output matrix.
         feed_back_normed: the next draft step gets the normed state ("norm_output" of speculators and vLLM).
-        parallel: P-EAGLE: a forward behind the last entry takes masks instead of tokens and states, one for each deeper
+        parallel: P-EAGLE: a forward after the last entry takes masks instead of tokens and states, one for each deeper
             draft token, so that a draft takes no forward a level.
-        mask_token_id: token whose embedding these masks have. None: the file does not say (SpecForge's do not).
+        mask_token_id: token whose embedding these masks have. None: the file does not name it (SpecForge's do not).
     """
 
     dialect: Dialect
@@ -110,7 +110,7 @@ class EagleSpec(HeadSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConventions:
-    """Overrides of how a head is read, for callers who know better than the checkpoint. None: as the file says.
+    """Overrides of how a head is read, for callers who know better than the checkpoint. None: as in the file.
 
     Files of mis-labelled heads load and draft badly; these switches are the known ambiguities (see the table of
     dialects in the documentation).

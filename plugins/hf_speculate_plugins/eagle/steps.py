@@ -1,7 +1,7 @@
 """Forwards of an EAGLE session after one reading: read entries, run a level, grow a tree.
 
-Forwards append entries; the session tells the reading which of them stay. They are the reference for those of
-`recorded` and `native`.
+Forwards append entries; the session selects which of them stay. They are the reference for those of `recorded` and
+`native`.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class PlainSteps:
         return self._loaded.head.read(self._run(token_ids, states, positions, masks))
 
     def tree(self, root: Float[Tensor, "B Hd"], state: DraftState, size: TreeSize) -> DraftTree:
-        """A dynamic tree behind the entry committed last, whose states are `root`."""
+        """A dynamic tree after the entry committed last, whose states are `root`."""
         return tree_of_levels(self._loaded, self.level, root, state, size)
 
     def tree_behind(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
-        """Commits pending entries and draws a dynamic tree behind them; returns it with the states of the last entry.
+        """Commits pending entries and draws a dynamic tree after them; returns it with the states of the last entry.
 
         None, and nothing done, where the one has to be done after the other.
 

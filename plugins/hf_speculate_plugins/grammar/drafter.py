@@ -48,7 +48,7 @@ class GrammarOptions:
 def _warn(error: Exception) -> None:
     """Logs once why a constraint is not used for drafts."""
     logger.warning_once(
-        f"grammar: {type(error).__name__}: {error}. The request goes on without drafts from its constraint."
+        f"grammar: {type(error).__name__}: {error}. The request continues without drafts from its constraint."
     )
 
 

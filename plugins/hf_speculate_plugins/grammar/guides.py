@@ -1,4 +1,4 @@
-"""Guides: cursors over the constraints of a request, which tell a draft how the text can go on.
+"""Guides: cursors over the constraints of a request, which give a draft the tokens that can follow.
 
 A guide is a second cursor over the same grammar, for one row. The processor's own state belongs to the emitted text,
 and no guide touches it.
@@ -70,7 +70,7 @@ def are_constrained(processors: LogitsProcessorList) -> bool:
 
 
 class _TextGuide(Guide):
-    """A guide that asks a function of the user about the whole text. The function may be slow."""
+    """A guide that calls a function of the user with the whole text. The function may be slow."""
 
     tells_places = False
 

@@ -17,7 +17,7 @@ from .words import Possible
 # Probability of the longest token among those that begin a forced text, before anything was observed.
 _LONGEST = 0.9
 _PRIOR = 0.5  # weight of this guess, in observations
-_LAST = 2  # number of preceding tokens that tell places apart
+_LAST = 2  # number of preceding tokens that distinguish places
 
 Place = tuple[Hashable, tuple[int, ...]]
 """Key of a place (`Possible.place`), and the tokens before it."""

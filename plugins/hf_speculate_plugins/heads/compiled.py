@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class CompiledForwards:
-    """Compiled forwards of one head behind one reading.
+    """Compiled forwards of one head after one reading.
 
     Args:
         plain: the same forwards uncompiled.

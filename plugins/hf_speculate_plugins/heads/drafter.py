@@ -148,7 +148,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
 
 class HeadSession(DraftSession, Generic[Head]):
-    """One request of a head: the entries that it has read, and the turn that it goes on with.
+    """One request of a head: the entries that it has read, and the turn that it continues.
 
     Args:
         loaded: the head.
@@ -182,7 +182,7 @@ class HeadSession(DraftSession, Generic[Head]):
         return reading
 
     def _begin(self, tokens: Tensor) -> Reading:
-        """The reading behind which the prompt's tokens [B, J] are to be read."""
+        """The reading after which the prompt's tokens [B, J] are to be read."""
         num_rows, count = tokens.shape
         head = self._loaded.head
         self._reading = Reading.begin(head, self._request, (num_rows, count), lambda first: self._resumed(first, count))
@@ -197,7 +197,7 @@ class HeadSession(DraftSession, Generic[Head]):
         return self._go_on(left, num_alike, first, count)
 
     def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
-        """The reading of the last turn, made ready for `count` entries behind the first `first`.
+        """The reading of the last turn, made ready for `count` entries after the first `first`.
 
         Args:
             left: value from `_left` of the last turn.

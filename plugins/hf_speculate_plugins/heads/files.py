@@ -1,6 +1,6 @@
 """Files of heads of decoder layers: opened, loaded, written and converted, with an account of every key.
 
-A method derives from `HeadFiles` and says what its files mean: how a config becomes a spec, and a spec tensors and a
+A method derives from `HeadFiles` and defines what its files mean: how a config becomes a spec, and a spec tensors and a
 config. A layout that cannot express a head is refused: readers would take the file for another head, draft badly and
 never fail.
 """
@@ -54,7 +54,7 @@ logger = get_logger(__name__)
 Spec = TypeVar("Spec", bound=HeadSpec)
 
 Limit = tuple[str, Callable[[Any], bool]]
-"""One thing that a layout's readers cannot be told: its name for people, and whether a spec needs it."""
+"""One feature that a layout cannot express: its name for people, and whether a spec needs it."""
 
 Written = tuple[str, dict[str, Tensor], dict[str, Any]]
 """Name of the weight file, tensors and config of a head in some layout."""
@@ -121,7 +121,7 @@ class HeadFiles(Generic[Spec, Head]):
 
     @classmethod
     def default_layout(cls, spec: Spec) -> str:
-        """The layout that a head is written in unless somebody names one."""
+        """The layout that a head is written in by default."""
         raise NotImplementedError
 
     @classmethod
@@ -182,7 +182,7 @@ class HeadFiles(Generic[Spec, Head]):
             raise CheckpointError(f"{folder} holds no {cls.kind}: {listed(sorted(shapes), 8)} …")
         if not checkpoint.config:
             raise CheckpointError(
-                f"{folder} has no config.json, which says {cls.config_says}: copy it from where the head is from."
+                f"{folder} has no config.json, which gives {cls.config_says}: copy it from where the head is from."
             )
         stated = Stated.of(checkpoint, shapes, cls.section, cls.layer_type)
         try:
@@ -192,7 +192,7 @@ class HeadFiles(Generic[Spec, Head]):
         for option, question in cls.unclear(stated, spec).items():
             if getattr(conventions, option) is None:
                 logger.warning_once(
-                    f"{folder}: its files do not say {question}. It is read with {option}={getattr(spec, option)!r}; "
+                    f"{folder}: its files do not state {question}. It is read with {option}={getattr(spec, option)!r}; "
                     f"if it drafts badly, give {option} yourself (`hf-speculate check` tries the others)."
                 )
         return spec
@@ -222,7 +222,7 @@ class HeadFiles(Generic[Spec, Head]):
                 keys.ignore(name, "recomputed from the config")
         weights = {name: keys.take(name, parameter.shape) for name, parameter in head.named_parameters()}
         report = keys.finish()
-        # A copy: what was read may be mapped from a file that somebody rewrites later.
+        # A copy: what was read may be mapped from a file that is rewritten later.
         placed = {name: weight.to(device=device, dtype=dtype, copy=True) for name, weight in weights.items()}
         head.load_state_dict(placed, strict=True, assign=True)
         head.rotary.to(device)
@@ -267,7 +267,7 @@ class HeadFiles(Generic[Spec, Head]):
         Args:
             num_target_layers: depth of the target where it is known; the layers that the head reads are checked, too.
         Raises:
-            CheckpointError: files of `layout` cannot say what a head of this spec computes.
+            CheckpointError: files of `layout` cannot express what a head of this spec computes.
         """
         layout = cls.readers.get(layout, layout)
         if layout not in cls.limits:
@@ -298,7 +298,7 @@ class HeadFiles(Generic[Spec, Head]):
                 the head's own embeddings are better than the target's; `vocabulary` and `out_type` for GGUF files
                 (`write_checkpoint`).
         Raises:
-            CheckpointError: the layout cannot express this head; the message says why.
+            CheckpointError: the layout cannot express this head; the message gives the reason.
         """
         layout = cls.check_layout(layout, head.spec)
         file, tensors, config = cls.written(head, target_ids, layout, of_target)
@@ -333,7 +333,7 @@ class HeadFiles(Generic[Spec, Head]):
 
         Args:
             target: files of the target. They are needed where the layout stores parts that the head shares with the
-                target, and where the target's depth decides which layers the head reads. They also tell which of the
+                target, and where the target's depth decides which layers the head reads. They also show which of the
                 file's tensors are mere copies.
             out_type: type of the matrices in a GGUF file (`OUT_TYPES`); other layouts keep that of the tensors.
         Raises:
@@ -358,7 +358,7 @@ class HeadFiles(Generic[Spec, Head]):
 
     @classmethod
     def saved(cls, folder: str) -> SavedHead:
-        """Method, layout and target of the head in `folder`, as far as it says."""
+        """Method, layout and target of the head in `folder`, as far as it names them."""
         opened = cls.open(folder)
         name = stated_name(ConfigValues(folder, opened.checkpoint.config))
         return SavedHead(opened.spec.algorithm, cls.layout_of(opened.spec), name)

@@ -115,7 +115,7 @@ class SharingHead(nn.Module, Generic[Spec]):
             nor registered as submodules (`state_dict` and `.to` do not reach them).
 
     Attributes:
-        shared: those modules of the target by name, None where the head has its own.
+        shared: modules of the target by name, None where the head has its own.
         fc: projection of the target's features.
 
     Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
@@ -182,7 +182,7 @@ class SharingHead(nn.Module, Generic[Spec]):
     def quicken(self) -> None:
         """Lets matrices multiply few rows in 8 bits from now on, on a CPU that has the kernel. The head's weights stay,
         and so does the target."""
-        from hf_speculate.native import RoundedLinear, has_kernel, quicken  # and the room of packed targets
+        from hf_speculate.native import RoundedLinear, has_kernel, quicken  # and the package for packed targets
 
         if not self.is_quick and self.device.type == "cpu" and has_kernel():
             quicken(self)
@@ -265,8 +265,8 @@ def _sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
 
 
 def known_rows(table: Float[Tensor, "V r"], token_ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
-    """Rows of a head's own table; zeros for tokens behind its end, which the target has added."""
-    # A row of the target's would be in another space. Zeros say nothing: norms keep them, a bias made of them is none.
+    """Rows of a head's own table; zeros for tokens after its end, which the target has added."""
+    # A row of the target's would be in another space. Zeros add nothing: norms keep them, a bias made of them is none.
     token_ids, last = to_device(token_ids, table.device), len(table) - 1
     return functional.embedding(token_ids.clamp(max=last), table).masked_fill((token_ids > last)[..., None], 0)
 

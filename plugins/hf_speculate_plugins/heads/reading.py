@@ -1,6 +1,6 @@
 """The entries that a head has read in one request: its KV cache, their positions, and the masks of new entries.
 
-Committed entries (from the target's features) stay; entries of a growing tree are appended behind them and dropped
+Committed entries (from the target's features) stay; entries of a growing tree are appended after them and dropped
 before the next round, so a drafted state never outlives its round. Rows of a batch may be left padded and have their
 own lengths; a hole is masked, never re-used before `keep`.
 """
@@ -98,7 +98,7 @@ class Reading:
         return torch.arange(self.cache.append_index, device=self.head.device) + self._shift_column()
 
     def prompt_place(self, part: slice) -> tuple[Tensor, list[Tensor | None] | None]:
-        """Positions and masks of some entries of the prompt, those before it being committed, those behind it not run.
+        """Positions and masks of some entries of the prompt, those before it being committed, those after it not run.
 
         Returns:
             Without masks where causal attention over these entries alone is the same.
@@ -111,7 +111,7 @@ class Reading:
         return positions, self._masks(_causal(size), positions, block=block)
 
     def next_place(self, count: int) -> Place:
-        """Positions and masks of `count` entries behind the committed ones."""
+        """Positions and masks of `count` entries after the committed ones."""
         positions = self.positions_at(torch.arange(count)[None])
         return positions, self._masks(_causal(count), positions)
 
@@ -152,8 +152,8 @@ class Reading:
         self.cache.restore()
 
     def resumed(self, num_entries: int, num_new: int) -> Reading | None:
-        """The reading of the next turn's text, which goes on with `num_new` entries behind the first `num_entries` of
-        this one; None where fewer have been read, or not from the start of the text. One row; this one ends."""
+        """The reading of the next turn's text, which adds `num_new` entries after the first `num_entries` of this one;
+        None where fewer have been read, or not from the start of the text. One row; this one ends."""
         if self._shifts != [0] or self.prompt_mask is not None or self.cache.append_index < num_entries:
             return None
         self.cache.truncate([num_entries])

@@ -177,7 +177,7 @@ class QuickOutputs:
 
     def of(self, target: PreTrainedModel) -> Sequence[RoundedLinear]:
         """One output a matrix: for each head, or for all; none where the kernel does not multiply with them."""
-        from hf_speculate.native import RoundedLinear, WeightsInPlace, has_kernel  # and the room of packed targets
+        from hf_speculate.native import RoundedLinear, WeightsInPlace, has_kernel  # and the package for packed targets
 
         weight, lm_head = self._heads.output_weight, target.get_output_embeddings()
         if (

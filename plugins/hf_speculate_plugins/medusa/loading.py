@@ -6,7 +6,7 @@
 - "vllm": `blocks.H.layers.L.{weight,bias}`, `lm_heads.H.weight` or one matrix for all (`original_lm_head`), and
   `token_map` for a truncated vocabulary; perhaps `medusa_heads.` in front.
 
-The tensors say what a file holds: published configs have no `model_type`, a wrong `medusa_num_heads`, and a
+The tensors show what a file holds: published configs have no `model_type`, a wrong `medusa_num_heads`, and a
 `medusa_fc_bias` that is off by default.
 """
 
@@ -88,7 +88,7 @@ def holds_heads(folder: str) -> bool:
     try:
         return find_layout(tensor_shapes(folder, strip=PREFIXES)) is not None
     except CheckpointError:
-        # Broken, but named like a Medusa head: this drafter has to say what is wrong with it.
+        # Broken, but named like a Medusa head: this drafter has to report what is wrong with it.
         return any(name.startswith("medusa_lm_head") for name in file_names(folder))
 
 
@@ -189,7 +189,7 @@ def read_heads(folder: str) -> MedusaCheckpoint:
 
 
 def _choose_probes(shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """A few matrices across the backbone, small ones: enough to tell whether the target has the same weights."""
+    """A few matrices across the backbone, small ones: enough to check that the target has the same weights."""
     matrices = [name for name, shape in shapes.items() if name.startswith(_BACKBONE[0]) and len(shape) == 2]
     if not matrices:
         return []
@@ -201,7 +201,7 @@ def _choose_probes(shapes: dict[str, tuple[int, ...]]) -> list[str]:
 def _take_heads(checkpoint: Checkpoint, layout: Layout, keys: KeyAccount) -> MedusaHeads:
     """Head and layer counts are the largest indices that occur: a gap is then a missing tensor, not a smaller head."""
     blocks = [match for name in checkpoint.tensors if (match := layout.block_pattern.fullmatch(name))]
-    num_tensors = len(checkpoint.tensors)  # there are no more blocks than that
+    num_tensors = len(checkpoint.tensors)  # there are at most so many blocks
     num_heads = num_indexed(checkpoint.folder, "Medusa head", [match[1] for match in blocks], num_tensors)
     most = max(num_tensors // num_heads, 1)
     num_layers = num_indexed(checkpoint.folder, "block", [match[2] for match in blocks], most)

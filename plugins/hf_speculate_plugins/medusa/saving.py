@@ -39,7 +39,7 @@ def write_heads(
     check_layout(layout, heads)
     if layout == "vllm" and vocab_size is None:
         raise CheckpointError(
-            "the vllm layout names the size of the target's vocabulary, and nothing here tells it: give the target."
+            "the vllm layout holds the size of the target's vocabulary, which is not known here: give the target."
         )
     file, tensors, config = _as_vllm(heads, vocab_size) if layout == "vllm" else _as_fasterdecoding(heads)
     if base_model:
@@ -123,7 +123,7 @@ def convert_heads(
 
     Args:
         target: files of the target. "vllm" needs them for heads that use the target's output matrix, which that layout
-            stores, and where a truncated vocabulary does not tell the size of the target's.
+            stores, and where a truncated vocabulary hides the size of the target's.
     Raises:
         CheckpointError: unreadable; the layout cannot express the heads; the target is needed and was not given.
         TargetMismatchError: the target is another one.
@@ -148,7 +148,7 @@ def convert_heads(
 
 
 def describe_heads(folder: str) -> SavedHead:
-    """Layout and target of the heads in `folder`, as far as it says."""
+    """Layout and target of the heads in `folder`, as far as it names them."""
     layout = find_layout(tensor_shapes(folder, strip=PREFIXES))
     if layout is None:
         raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
@@ -168,7 +168,7 @@ def _with_output(heads: MedusaHeads, folder: str, target: TargetFiles | None) ->
 
 
 def _vocab_size(heads: MedusaHeads, config: ConfigValues, target: TargetFiles | None) -> int | None:
-    """Size of the target's vocabulary; None where nothing tells it, which matters for truncated vocabularies only."""
+    """Size of the target's vocabulary; None where it is unknown, which matters for truncated vocabularies only."""
     if target is not None:
         return target.text_config.vocab_size
     if "vocab_size" in config:

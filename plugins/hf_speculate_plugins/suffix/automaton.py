@@ -22,7 +22,7 @@ _MAX_CHILDREN, FLOOR = 8, 0.01
 _PRIOR_TRIALS = 4
 _MAX_TRIALS = 600
 PRIOR_WEIGHT = 0.5
-# More observations of a context than these say no more about how far it can be trusted.
+# More observations of a context than these add nothing on how far it can be trusted.
 MAX_TOTAL = 3
 
 
@@ -52,7 +52,7 @@ class Race:
     """The target samples `argmax(probs / noise)` (see `Noise`): of tokens that are likely, those with little noise.
 
     Args:
-        state: of a request that samples.
+        state: state of a request that samples.
         row: whose noise.
     """
 
@@ -113,7 +113,8 @@ class Automaton:
         """Token -> probability, as far as it comes from contexts after which the token is frequent.
 
         Args:
-            floor: what adds no more than this is left out: shorter contexts together, a token of a recycled row.
+            floor: probability at or below which a part is left out: shorter contexts together, a token of a recycled
+                row.
             guesses: components that count above all contexts.
         """
         probabilities: dict[int, float] = {}

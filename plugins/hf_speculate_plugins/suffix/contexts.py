@@ -112,7 +112,7 @@ class ContextCounts:
 MAX_ROWS = 8192
 
 
-# What is less probable, or comes behind so many, adds nothing to a greedy draft.
+# Tokens that are less probable, or come after so many, add nothing to a greedy draft.
 _SMALLEST, _MAX_PROBABLE = 0.01, 8
 
 
@@ -121,7 +121,7 @@ class RecycledRow:
 
     Args:
         tokens: most probable first.
-        probs: of each of them.
+        probs: probability of each token.
     """
 
     total = 1

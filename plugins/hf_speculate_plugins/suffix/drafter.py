@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts from the text itself, and from other texts where it is told to; fits every target.
+    """Drafts from the text itself, and from other texts if options ask for it; fits every target.
 
     Args:
         vocab_size: size of the target's vocabulary.

@@ -1,6 +1,6 @@
 """The text that is likely next where an object of a schema is being written.
 
-A forecast goes on over brackets, keys and constants to where something free begins: a text, a number, a choice.
+A forecast continues over brackets, keys and constants to where something free begins: a text, a number, a choice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Way(NamedTuple):
     probe: str
     share: float = 1.0
 
-    def behind(self, text: str, share: float = 1.0) -> Way:
+    def prefixed(self, text: str, share: float = 1.0) -> Way:
         return Way(text + self.text, self.probe, share * self.share)
 
 
@@ -73,16 +73,16 @@ class Forecaster:
         return _Writer(self, text).forecast(text.level)
 
     def ends(self, text: JsonText) -> list[Way]:
-        """The text behind an outermost object: what closes its tag or fence, then the end or another call."""
+        """The text after an outermost object: what closes its tag or fence, then the end or another call."""
         stop = Way(self._stop, "") if self._stop else Way("", "\n")
         opening = _OPENING.search(text.lead)
         if opening is None:
             return [stop]
         if opening["fence"]:
-            return [stop.behind(opening["gap"] + "```")]
+            return [stop.prefixed(opening["gap"] + "```")]
         closing = f"{opening['gap']}</{opening['tag']}>"
         again = Way("\n" + opening.group(), "{")
-        return [stop.behind(closing, 0.5), again.behind(closing, 0.25), stop._replace(share=0.25)]
+        return [stop.prefixed(closing, 0.5), again.prefixed(closing, 0.25), stop._replace(share=0.25)]
 
     def fitting(self, level: Level) -> list[Shape]:
         """The shapes that an open level may have."""
@@ -107,12 +107,12 @@ class _Writer:
             kind = "open" if level.above is None and not level.values else "key"
             return _rest(kind, self._keys(level, "" if place == Place.KEY else self._gap(level)), word or text.gap)
         if place == Place.AFTER_KEY:
-            return _rest("key", (w.behind(":" + text.colon) for w in self._values(level)), text.gap)
+            return _rest("key", (w.prefixed(":" + text.colon) for w in self._values(level)), text.gap)
         if place == Place.AFTER_VALUE:
             return _rest("more", self._after_value(level), text.gap)
         if place == Place.BEFORE_VALUE:
             gap = text.colon if level.is_object else self._gap(level)
-            return _rest("choice", (w.behind(gap) for w in self._choices(level)), text.gap)
+            return _rest("choice", (w.prefixed(gap) for w in self._choices(level)), text.gap)
         if found := _rest("choice", self._choices(level), word):
             return found
         if word == '"':  # an empty text is rare
@@ -126,9 +126,9 @@ class _Writer:
         for name, share in self._next_keys(level):
             if name is not None:
                 before = f"{gap}{_quoted(name)}:{self._text.colon}"
-                yield from (w.behind(before, share) for w in self._named(level, name))
+                yield from (w.prefixed(before, share) for w in self._named(level, name))
             elif not level.values:
-                yield from (w.behind("}", share) for w in self._closed(level))
+                yield from (w.prefixed("}", share) for w in self._closed(level))
 
     def _named(self, level: Level, name: str) -> Iterator[Way]:
         """The value of the key `name`."""
@@ -182,21 +182,21 @@ class _Writer:
 
     def _written(self, level: Level, value: str) -> Iterator[Way]:
         """A whole value, and what follows it."""
-        return (way.behind(value) for way in self._after_value(_with_value(level, value)))
+        return (way.prefixed(value) for way in self._after_value(_with_value(level, value)))
 
     def _opened(self, level: Level, shape: Shape) -> Iterator[Way]:
         """A nested object or array, to its first free value."""
         inner = Level(level, shape.kind == "object")
         gap = self._first_gap(inner)
         if not inner.is_object:
-            yield from (w.behind("[" + gap) for w in self._values(inner._replace(gap=gap)))
+            yield from (w.prefixed("[" + gap) for w in self._values(inner._replace(gap=gap)))
         elif shape.is_open or len(_levels(level)) - len(self._lengths) >= _MAX_OPENED:
             yield Way("{", '"')
         else:
-            yield from (w.behind("{") for w in self._keys(inner, gap))
+            yield from (w.prefixed("{") for w in self._keys(inner, gap))
 
     def _after_value(self, level: Level | None) -> Iterator[Way]:
-        """The comma or the bracket behind a finished value, and so on."""
+        """The comma or the bracket after a finished value, and so on."""
         if level is None:
             yield from self._owner.ends(self._text)
             return
@@ -205,18 +205,18 @@ class _Writer:
             return
         comma = "," + self._next_gap(level)
         if not level.is_object:
-            yield from (w.behind(comma, 0.5) for w in islice(self._values(level), 1))
-            yield from (w.behind(self._closing_gap(level) + "]", 0.5) for w in self._closed(level))
+            yield from (w.prefixed(comma, 0.5) for w in islice(self._values(level), 1))
+            yield from (w.prefixed(self._closing_gap(level) + "]", 0.5) for w in self._closed(level))
             return
         for name, share in self._next_keys(level):
             if name is None:
-                yield from (w.behind(self._closing_gap(level) + "}", share) for w in self._closed(level))
+                yield from (w.prefixed(self._closing_gap(level) + "}", share) for w in self._closed(level))
             else:
                 before = f"{comma}{_quoted(name)}:{self._text.colon}"
-                yield from (w.behind(before, share) for w in islice(self._named(level, name), 4))
+                yield from (w.prefixed(before, share) for w in islice(self._named(level, name), 4))
 
     def _closed(self, level: Level) -> Iterator[Way]:
-        """The text behind the bracket that closes a level."""
+        """The text after the bracket that closes a level."""
         return self._after_value(None if level.above is None else _with_value(level.above, ""))
 
     def _num_added(self, level: Level) -> int:
@@ -228,11 +228,11 @@ class _Writer:
         return self._first_gap(level) if level.gap is None else self._next_gap(level)
 
     def _next_gap(self, level: Level) -> str:
-        """The whitespace behind a comma."""
+        """The whitespace after a comma."""
         return level.gap if level.gap and "\n" in level.gap else self._text.comma
 
     def _first_gap(self, level: Level) -> str:
-        """The whitespace behind the opening bracket."""
+        """The whitespace after the opening bracket."""
         if level.gap is not None:
             return level.gap
         outer, now = level.above, self._text.gap

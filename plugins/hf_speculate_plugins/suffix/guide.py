@@ -12,7 +12,7 @@ from .json_text import JsonText
 from .schemas import Shape
 
 
-_REPLACEMENT = "\ufffd"  # tokenizers write it for bytes that are no whole character yet
+_REPLACEMENT = "\ufffd"  # tokenizers write it for bytes that are not a whole character yet
 # Prompt tokens that are read, for an answer whose beginning the caller has written.
 _NUM_PROMPT_TOKENS = 64
 # Tokens that may wait to be read while nothing depends on them, and texts whose tokens are remembered.
@@ -52,13 +52,13 @@ class Vocabulary:
         self._tokenizer, self._size = deepcopy(tokenizer), vocab_size
         self.stop: str = tokenizer.eos_token or ""
         self.special_ids = frozenset(tokenizer.all_special_ids)
-        # Some tokenizers drop the space before the first word; behind another token it stays.
+        # Some tokenizers drop the space before the first word; after another token it stays.
         self._anchor = self._encode('"')[-1:]
         self._pieces: dict[int, str] = {}
         self._tokens: dict[tuple[int, str, str], tuple[int, ...]] = {}
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens behind others."""
+        """The text of tokens after others."""
         if len(tokens) > 1:
             return self._behind_anchor(tokens)
         piece = self._pieces.get(tokens[0])
@@ -67,7 +67,7 @@ class Vocabulary:
         return piece
 
     def tokens(self, last: int, text: str, probe: str) -> tuple[int, ...]:
-        """The tokens of `text` behind the token `last`, without those that would reach into the probe; empty if the
+        """The tokens of `text` after the token `last`, without those that would reach into the probe; empty if the
         tokenizer would not have ended a token at `last`."""
         key = (last, text, probe)
         found = self._tokens.get(key)
@@ -122,7 +122,7 @@ class Guide:
         self.forecaster = Forecaster(shapes, self.vocabulary.stop)
 
     def start(self, prompt: Sequence[int]) -> Position:
-        """The position behind a prompt, of which only the beginning of the answer is read."""
+        """The position after a prompt, of which only the beginning of the answer is read."""
         begun: list[int] = []
         for token in reversed(prompt[-_NUM_PROMPT_TOKENS:]):
             if token in self.vocabulary.special_ids:
@@ -134,7 +134,7 @@ class Guide:
         return Position(self, text, (), begun[-1] if begun else None)
 
     def chains(self, text: JsonText, last: int | None) -> tuple[str, tuple[_Chain, ...]]:
-        """The kind of a forecast, and its ways as tokens behind the token `last`."""
+        """The kind of a forecast, and its ways as tokens after the token `last`."""
         forecast = None if last is None else self.forecaster(text)
         if forecast is None or last is None:
             return "", ()
@@ -143,7 +143,7 @@ class Guide:
 
 
 class Position:
-    """A place in a text, or in a draft behind it. It does not change.
+    """A place in a text, or in a draft after it. It does not change.
 
     Args:
         guide: schemas and their tokens.
@@ -188,14 +188,14 @@ class Position:
         return (self._guess,)
 
     def after(self, token: int) -> Position:
-        """The position behind one more token."""
+        """The position after one more token."""
         found = self._next.get(token)
         if found is None:
             found = self._next[token] = self._follow(token) or self._read(token)
         return found
 
     def _follow(self, token: int) -> Position | None:
-        """The position in the continuations that have this token and others behind it; None if there are none."""
+        """The position in the continuations that have this token and others after it; None if there are none."""
         place = len(self._unread)
         chains = tuple(
             each for each in self._chains or () if len(each.tokens) > place + 1 and each.tokens[place] == token

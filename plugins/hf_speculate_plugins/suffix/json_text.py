@@ -1,6 +1,6 @@
 """JSON as it is written, piece by piece: the place in the object, its keys and values, and its whitespace.
 
-Nothing is read twice. Text outside of any object costs one search for a brace. Text that is no JSON after all ends the
+Nothing is read twice. Text outside of any object costs one search for a brace. Text that is not JSON after all ends the
 object: the reader is outside again.
 """
 
@@ -37,7 +37,7 @@ class Level(NamedTuple):
         is_object: False for an array.
         values: finished keys, each with its value as JSON text ("" for an object or array); empty for an array.
         key: key whose value comes next or was the last one; None before the first and in arrays.
-        gap: whitespace behind the opening bracket; None until something stands there.
+        gap: whitespace after the opening bracket; None until something stands there.
     """
 
     above: Level | None
@@ -49,7 +49,7 @@ class Level(NamedTuple):
 
 @dataclass(slots=True)
 class JsonText:
-    """A reader of text. A copy goes on without changing the original.
+    """A reader of text. A copy reads on without changing the original.
 
     Attributes:
         level: innermost open object or array; None outside.
@@ -58,7 +58,7 @@ class JsonText:
         gap: whitespace since the last bracket, comma, colon or value.
         colon, comma: whitespace after these, as last seen on one line.
         lead: text before the outermost object, which is open or was closed last.
-        after: text behind the object that was closed last; None if there was none or much has come since.
+        after: text after the object that was closed last; None if there was none or much has come since.
     """
 
     level: Level | None = None
@@ -91,7 +91,7 @@ class JsonText:
                 at += 1
 
     def _search(self, text: str, at: int) -> int:
-        """Goes on behind the next opening brace."""
+        """Continues after the next opening brace."""
         found = text.find("{", at)
         passed = text[at:] if found < 0 else text[at:found]
         self._outside = (self._outside + passed)[-_MAX_LEAD:]
@@ -105,7 +105,7 @@ class JsonText:
         return found + 1
 
     def _read_string(self, level: Level, text: str, at: int) -> int:
-        """Reads to the closing quote; the text is no JSON if the line ends before."""
+        """Reads to the closing quote; the text is not JSON if the line ends before."""
         end = text.find('"', at)
         part = text[at:] if end < 0 else text[at:end]
         if "\n" in part:

@@ -21,7 +21,8 @@ class SuffixOptions:
         depth: greatest depth of a node.
         max_nodes: most draft nodes.
         store: whether to draft from the outputs of earlier requests, too: True for a store of this drafter's own, or a
-            `SuffixStore`. Off by default: how fast a request runs then tells what others have written (never its text).
+            `SuffixStore`. Off by default: the speed of a request then shows that others have written the same (never
+            their text).
         corpus: texts, or lists of token ids, to draft from as well: documents that will be quoted, code that will be
             edited.
         schemas: JSON schemas, tools as `apply_chat_template(tools=)` takes them, or functions with docstrings. Where

@@ -35,7 +35,7 @@ class Shape:
         whole: schema in which references are looked up.
 
     Attributes:
-        kind: the JSON type ("object", "array", "string", ...); "" if the schema does not say.
+        kind: the JSON type ("object", "array", "string", ...); "" if the schema has none.
         texts: JSON texts of the only values that are allowed; empty if there are others.
         is_open: whether an object's keys are unknown.
         required: names of the required properties.
@@ -66,7 +66,7 @@ class Shape:
         return self.properties.get(level.key or "", ()) if level.is_object else self.items
 
     def allows(self, values: Iterable[tuple[str, str]]) -> bool:
-        """Whether an object may hold these keys. Of values only constants are compared: they tell tools apart."""
+        """Whether an object may hold these keys. Of values only constants are compared: they distinguish tools."""
         for key, text in values:
             shapes = self.properties.get(key)
             if shapes is None or (shapes and all(len(each.texts) == 1 and text not in each.texts for each in shapes)):
@@ -75,7 +75,7 @@ class Shape:
 
 
 def shapes_of(schema: Any, whole: Schema) -> list[Shape]:
-    """The alternatives of a schema; empty where it is no object or a reference leads nowhere."""
+    """The alternatives of a schema; empty where it is not an object or a reference leads nowhere."""
     return [Shape(each, whole) for each in _expanded(schema, whole, _MAX_REFERENCES)[:_MAX_ALTERNATIVES]]
 
 
@@ -141,7 +141,7 @@ def read_schemas(schemas: Sequence[Any], arguments: str) -> list[Shape]:
         schemas: JSON schemas, tool definitions, functions.
         arguments: key that holds the arguments of a call.
     Raises:
-        OptionError: something else, or a schema whose properties are no schemas.
+        OptionError: something else, or a schema whose properties are not schemas.
     """
     if isinstance(schemas, str | bytes | Mapping) or not isinstance(schemas, Sequence):
         raise OptionError(f"suffix: schemas is a list, got one {_kind(schemas)}. {_POSSIBLE}.")
@@ -177,7 +177,7 @@ def _of_function(function: Callable[..., Any], place: str) -> Any:
 
 
 def _check(schema: Any, place: str) -> None:
-    """Raises `OptionError` where a schema, or a part of it that will be read, is no schema."""
+    """Raises `OptionError` where a schema, or a part of it that will be read, is not a schema."""
     if isinstance(schema, bool):  # anything, or nothing
         return
     if not isinstance(schema, Mapping):

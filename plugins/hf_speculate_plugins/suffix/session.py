@@ -1,4 +1,4 @@
-"""One request of `suffix`: counts a row, which grow with the text, beside what is shared."""
+"""One request of `suffix`: counts per row, which grow with the text, and what is shared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUM_RECYCLED = 32
 
 
 class TextRow:
-    """One row's text, and the drafts behind its end.
+    """One row's text, and the drafts after its end.
 
     Args:
         shared: counts of other texts, by the name of their source.

@@ -76,7 +76,7 @@ def grow_tree(
         token_ids: target vocabulary id of each score column (None: the column itself).
         limit: deepest level of which nodes are kept, where `depth` is that of a compiled graph: the first
             `num_candidates(limit, width)` draft nodes are then the tree.
-        goes_on: function that says before each level but the first whether it pays.
+        goes_on: function that decides before each level but the first whether it pays.
     Returns:
         A tree of at most `max_nodes` + 1 nodes a row, the best first.
     """
@@ -183,7 +183,7 @@ def best_tree(
     max_nodes: int,
     limit: Int[Tensor, 1] | None = None,
 ) -> DraftTree:
-    """The best `max_nodes` nodes down to `depth` (>= 1), the best first, and behind them nodes of value -inf.
+    """The best `max_nodes` nodes down to `depth` (>= 1), the best first, and after them nodes of value -inf.
 
     Args:
         root_ids: node 0 of every row.

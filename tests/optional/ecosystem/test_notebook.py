@@ -30,6 +30,6 @@ def test_statistics_are_shown_as_a_table():
     (result,) = [output for output in notebook.cells[0].outputs if output.output_type == "execute_result"]
     html = result.data["text/html"]
     assert html.startswith("<table><caption>prompt_lookup: 1 call, 30 tokens")
-    assert "tokens a round" in html
+    assert "tokens per round" in html
     assert "verdict" in html
     assert "SpeculationStats(prompt_lookup, calls: 1" in result.data["text/plain"]

@@ -182,7 +182,7 @@ def test_golden_selector_probabilities(golden_root, name):
             expected_ids = vectors[f"round{number}_candidate_ids"][depth].tolist()
             assert set(candidates) == set(expected_ids)
             order = [candidates.index(token) for token in expected_ids]
-            found = scores.behind(depth, given[:, depth])[0][0]
+            found = scores.following(depth, given[:, depth])[0][0]
             torch.testing.assert_close(found[:, order], vectors[f"round{number}_cond_log_q"][:, depth], **CLOSE)
 
 

@@ -43,7 +43,7 @@ class TestCompare:
         assert (found.kind, found.gain) == ("adapter", 1.0)
         assert found.sigmas == pytest.approx(20)
         assert found.message == (
-            "3.00 tokens a round as it is used, 4.00 without it (1.00 apart, 20 sigma): is lower now"
+            "3.00 tokens per round as it is used, 4.00 without it (1.00 apart, 20 sigma): is lower now"
         )
         assert [rates.mean_length for rates in found.acceptance.values()] == [3.0, 4.0]
         assert compared(other, now) is None
@@ -132,7 +132,7 @@ class TestConditions:
     def test_template(self, tmp_path, caplog):
         findings, _ = found(tmp_path, {"without the chat template": 4})
         assert list(findings) == ["chat template"]
-        assert "3.00 tokens a round with the chat template, 5.00 without" in findings["chat template"]
+        assert "3.00 tokens per round with the chat template, 5.00 without" in findings["chat template"]
         findings, seen = found(tmp_path, {"with the chat template": 4}, uses_template=False)
         assert "it was trained on texts with the chat template" in findings["chat template"]
         assert "with enable_thinking=True" not in seen
@@ -182,7 +182,7 @@ class TestConditions:
         (tmp_path / name).write_text(json.dumps(content))
         (finding,) = find_conditions(scripted(tmp_path, {}, Long), others=False)
         assert (finding.kind, {rates.num_positions for rates in finding.acceptance.values()}) == ("context", {60})
-        figures = "2.00 tokens a round from position 20 on, 4.00 before position 20 (2.00 apart, 35 sigma)"
+        figures = "2.00 tokens per round from position 20 on, 4.00 before position 20 (2.00 apart, 35 sigma)"
         assert finding.message == f"{figures}: 20 is {what}."
         assert find_conditions(scripted(tmp_path, {"after": 3}, Long), others=False) == ()
 

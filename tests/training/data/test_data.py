@@ -135,7 +135,7 @@ def test_template_that_hides_where_an_answer_begins(byte_tokenizer):
     byte_tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'X' if add_generation_prompt }}"
     )
-    with pytest.raises(SpeculateError, match="what the target is to emit cannot be told"):
+    with pytest.raises(SpeculateError, match="what the target is to emit cannot be found"):
         encode(byte_tokenizer, {"messages": CHAT})
 
 

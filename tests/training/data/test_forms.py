@@ -157,7 +157,7 @@ def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
     texts = [byte_tokenizer.decode(ids) for ids in data.train["input_ids"]]
     if turns == "together":
         assert texts == ["[INST]hi[/INST] hello<|im_end|>"]
-        assert [note for note in data.report.notes if "what the target is to emit cannot be told" in note]
+        assert [note for note in data.report.notes if "what the target is to emit cannot be found" in note]
     else:
         assert texts == ["[INST]hi[/INST] hello<|im_end|>", "[INST]Be kind.\n\nhi[/INST] hello<|im_end|>"]
         mask = data.train["loss_mask"][1]

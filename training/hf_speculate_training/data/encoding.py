@@ -20,8 +20,8 @@ _MESSAGE = "a message"
 _WHITE_SPACE, _LIKE_END = 4, 4
 _UNLIKE = (
     "the chat template renders what precedes an assistant turn in another way than the conversation with that turn: "
-    "what the target is to emit cannot be told. Possible: turns='separate', a template with {% generation %} marks, or "
-    "pre-tokenised data (input_ids and loss_mask)"
+    "what the target is to emit cannot be found. Possible: turns='separate', a template with {% generation %} marks, "
+    "or pre-tokenised data (input_ids and loss_mask)"
 )
 
 
@@ -39,11 +39,11 @@ class Encoder:
 
     Args:
         tokenizer: the target's tokenizer.
-        end_ids: tokens at which the target stops. It emits the end-of-turn token, but not what a template writes
-            behind that.
+        end_ids: tokens at which the target stops. It emits the end-of-turn token, but not what a template writes after
+            that.
         turns: "together" makes one document of a conversation, with a loss on every assistant turn. "separate" makes a
             document of every assistant turn, after the history that the template shows there. Templates that rewrite
-            earlier turns (and drop, say, the reasoning of all but the last) need it.
+            earlier turns (and drop, for example, the reasoning of all but the last) need it.
         append_eos: True ends plain texts and completions with the tokenizer's eos token, as the target's own training
             documents end.
     """
@@ -57,7 +57,7 @@ class Encoder:
         """The documents of an example.
 
         Raises:
-            SpeculateError: the tokenizer has no chat template, or one whose turns cannot be told apart.
+            SpeculateError: the tokenizer has no chat template, or one whose turns cannot be separated.
             RecordError: this example cannot be rendered, others perhaps can.
         """
         if isinstance(example, Tokens):
@@ -94,8 +94,8 @@ class Encoder:
         ids = self._tokenized(after.lstrip())["input_ids"]
         if not ids or ids[0] not in self.tokenizer.added_tokens_decoder:
             raise SpeculateError(
-                f"the chat template ends a user's message with {after[:40]!r}, which is not a special token: it cannot "
-                "be told where a message that the target writes ends. Possible: prompts from data."
+                f"the chat template ends a user's message with {after[:40]!r}, which is not a special token: the "
+                "end of a message that the target writes cannot be found. Possible: prompts from data."
             )
         return self._tokenized(before)["input_ids"], ids[0]
 
@@ -151,7 +151,7 @@ class Encoder:
         if after.startswith(before):
             raise SpeculateError(
                 "the chat template rewrites earlier turns when others follow, so the turns of a rendered conversation "
-                "cannot be told apart. Possible: turns='separate' (every assistant turn becomes a document of its "
+                "cannot be separated. Possible: turns='separate' (every assistant turn becomes a document of its "
                 "own), or a template with {% generation %} marks."
             )
         raise RecordError(_UNLIKE)
@@ -170,7 +170,7 @@ class Encoder:
     def _tokenized(self, text: str) -> Any:
         if not self.tokenizer.is_fast:
             raise SpeculateError(
-                f"{type(self.tokenizer).__name__} does not tell where its tokens stand in the text. Possible: the fast "
+                f"{type(self.tokenizer).__name__} does not give its tokens' places in the text. Possible: the fast "
                 "version of this tokenizer, or pre-tokenised data (input_ids and loss_mask)."
             )
         # The template writes the special tokens itself.

@@ -44,7 +44,7 @@ BUILDERS = {
 # Of files that cannot be read: Arrow's and pandas' errors are ValueErrors.
 _ERRORS = (OSError, ValueError, DatasetGenerationError)
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-_ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # no data, but beside them
+_ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # about the data
 # The words by which the Hub knows splits, in names of files and folders.
 _SPLITS = {
     "train": ("train", "training"),
@@ -159,7 +159,7 @@ def _read_files(name: str, files: list[str]) -> Dataset:
     if builder == "text":
         options = {"sample_by": "document"}
     elif builder == "csv":
-        # All cells are texts, as they stand there: 1.10 is no 1.1, and only an empty cell is none.
+        # All cells are texts, as they stand there: 1.10 is not 1.1, and only an empty cell is none.
         header = pd.read_csv(files[0], nrows=0).columns
         options = {"features": Features({str(column): Value("string") for column in header})}
         options |= {"keep_default_na": False, "na_values": [""]}
@@ -191,7 +191,7 @@ def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
 def data_files(folder: Path, split: str, suffixes: Collection[str]) -> list[str]:
     """Files of a folder that hold the records of a split, sorted.
 
-    Hidden files, READMEs and licences are left out. A word in the name of a file or of a folder above it says its
+    Hidden files, READMEs and licences are left out. A word in the name of a file or of a folder above it gives its
     split, as on the Hub (`test.jsonl`, `data/train-00000.parquet`). Files without such a word belong to "train"; if
     none has one, all files belong to any split. Python files have no split: `test_parser.py` is a text like any other.
 
@@ -199,7 +199,7 @@ def data_files(folder: Path, split: str, suffixes: Collection[str]) -> list[str]
         split: name of the split; `train[:10%]` counts as `train`.
         suffixes: suffixes of data files.
     Raises:
-        SpeculateError: names say splits, and none is the one asked for.
+        SpeculateError: names give splits, and the requested one is not among them.
     """
     inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
@@ -225,7 +225,7 @@ def data_files(folder: Path, split: str, suffixes: Collection[str]) -> list[str]
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says what is in a file, without that of its compression."""
+    """The suffix that names the format of a file, without that of its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()

@@ -43,7 +43,7 @@ class Batch(_Required, total=False):
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs items into rows: the longest first, each into the row with the least room that takes it.
+    """Packs items into rows: the longest first, each into the row with the least space that takes it.
 
     Args:
         lengths: tokens of each item, from 1 to `capacity`.

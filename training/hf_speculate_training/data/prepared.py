@@ -62,12 +62,12 @@ class DataOptions:
 
 
 def context_length(tokenizer: Any, config: PretrainedConfig | None) -> int | None:
-    """Number of positions that the target was made for; None if neither tokenizer nor configuration says."""
+    """Number of positions that the target was made for; None if neither tokenizer nor configuration has it."""
     known = []
     if config is not None:
         known.append(getattr(config.get_text_config(decoder=True), "max_position_embeddings", None))
     known.append(tokenizer.model_max_length)
-    sizes = [size for size in known if isinstance(size, int) and 0 < size < 10**9]  # tokenizers say 1e30 for unknown
+    sizes = [size for size in known if isinstance(size, int) and 0 < size < 10**9]  # tokenizers have 1e30 for unknown
     return min(sizes) if sizes else None
 
 
@@ -138,7 +138,7 @@ class PreparedData:
     options: DataOptions
 
     def rows(self, which: Literal["train", "evaluation"] = "train") -> RowDataset:
-        """Rows for `Collator`, packed if the options say so; raises `SpeculateError` if nothing is held out."""
+        """Rows for `Collator`, packed if the options ask for it; raises `SpeculateError` if nothing is held out."""
         documents = self.train if which == "train" else self.evaluation
         if documents is None:
             raise SpeculateError("no data are held out: set eval_fraction, or give evaluation data of their own.")

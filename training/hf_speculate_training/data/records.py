@@ -44,7 +44,7 @@ class RecordError(SpeculateError, ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's form. The target is to emit what the assistant says.
+    """Messages in OpenAI's form. The target is to emit the assistant's messages.
 
     Attributes:
         messages: the messages, with "role" and "content" at least.
@@ -172,7 +172,7 @@ def _message(message: Mapping[str, Any], column: str) -> Message:
     if isinstance(content, list):
         content = _joined_parts(content, column)
     if not isinstance(content, str | None):
-        raise RecordError(f"a message of {column} is no text")
+        raise RecordError(f"a message of {column} is not a text")
     if role == "function_call":  # the call is the text
         content, given = "", given | {"tool_calls": [{"type": "function", "function": _parsed(content, "a call")}]}
     if "tool_calls" in given:

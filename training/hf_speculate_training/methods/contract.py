@@ -5,7 +5,7 @@ trained is the module that decodes, so training and decoding cannot compute diff
 submodule: `state_dict` holds what is trained and nothing else.
 
 Methods are found through the entry-point group `hf_speculate.training_methods`, built-in ones too. Listing them imports
-nothing. A method is imported when a recipe asks for it, so a broken dependency of one does not hide the others.
+nothing. A method is imported when a recipe names it, so a broken dependency of one does not hide the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NoOptions:
 class TrainingMethod(nn.Module, ABC):
     """A head and how it is trained; the class is an entry point of the group `hf_speculate.training_methods`.
 
-    A recipe's `method.head` and `method.options` are read into two dataclasses of the method's own. A key that is no
+    A recipe's `method.head` and `method.options` are read into two dataclasses of the method's own. A key that is not a
     field is refused with a suggestion, values are checked against the annotations, and a `ValueError` of
     `__post_init__` is an error of the recipe. Trained parameters are float32, on the device of the target's last layer.
 
@@ -131,8 +131,8 @@ class TrainingMethod(nn.Module, ABC):
 
     @classmethod
     def from_folder(cls, folder: str, target: nn.Module, options: Any) -> Self:
-        """The method around a trained head (folder or Hub id), whose training goes on."""
-        raise RecipeError(f"{cls.name} cannot go on from a trained head: leave method.start_from out.")
+        """The method around a trained head (folder or Hub id), whose training continues."""
+        raise RecipeError(f"{cls.name} cannot continue the training of a head: leave method.start_from out.")
 
     @abstractmethod
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
@@ -201,7 +201,7 @@ def load_method(name: str) -> type[TrainingMethod]:
 
     Raises:
         RecipeError: there is none; the message has a suggestion.
-        SpeculateError: the object that is installed under that name is no `TrainingMethod`.
+        SpeculateError: the object that is installed under that name is not a `TrainingMethod`.
     """
     check_method(name)
     return load_installed(installed_methods()[name], TrainingMethod)

@@ -43,7 +43,7 @@ def emitting_positions(batch: Batch) -> Bool[Tensor, "B S"]:
 
 
 def _ahead(values: Tensor, distance: int, fill: int | bool) -> Tensor:
-    """`values[b, i + distance]`, `fill` behind the end."""
+    """`values[b, i + distance]`, `fill` after the end."""
     shifted = torch.full_like(values, fill)
     if distance < values.shape[1]:
         shifted[:, : values.shape[1] - distance] = values[:, distance:]
@@ -51,7 +51,7 @@ def _ahead(values: Tensor, distance: int, fill: int | bool) -> Tensor:
 
 
 def tokens_ahead(input_ids: Int[Tensor, "B S"], distance: int) -> Int[Tensor, "B S"]:
-    """`input_ids[b, i + distance]`; token 0 behind the end, where no entry counts."""
+    """`input_ids[b, i + distance]`; token 0 after the end, where no entry counts."""
     return _ahead(input_ids, distance, 0)
 
 

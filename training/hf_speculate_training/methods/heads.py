@@ -57,8 +57,8 @@ def suggested_vocabulary(config: PretrainedConfig) -> int | None:
     """Suggested size of the draft vocabulary; None for the whole one.
 
     A small head would spend most of its time in the output matrix of a large vocabulary. EAGLE-3 drafts with 32000 of
-    Llama's 128256 tokens, SpecForge with 16000 for small Qwen models. 8192 of SmolLM2's 49152 tokens cover 94 % of
-    what it says in held-out chats, 4096 cover 87 %; twice as many make a draft a tenth slower (docs/log.md).
+    Llama's 128256 tokens, SpecForge with 16000 for small Qwen models. 8192 of SmolLM2's 49152 tokens cover 94 % of what
+    it writes in held-out chats, 4096 cover 87 %; twice as many make a draft a tenth slower (docs/log.md).
     """
     hidden_size = config.hidden_size
     size = 32000 if hidden_size >= 2048 else 16000 if hidden_size >= SMALL_HIDDEN_SIZE else 8192
@@ -88,14 +88,15 @@ def detached_copy(module: AnyModule, dtype: torch.dtype) -> AnyModule:
 
 
 def trainable(head: AnyModule) -> AnyModule:
-    """A loaded head whose training can go on: parameters in float32, with gradients."""
+    """A loaded head whose training can continue: parameters in float32, with gradients."""
     for parameter in head.parameters():
         parameter.data = parameter.data.float()
     return head.requires_grad_(True)
 
 
 def refuse_added_tokens(num_tokens: int | None, target: PreTrainedModel) -> None:
-    """Raises `RecipeError` if the target has more tokens than a head whose training is to go on; None: it has any."""
+    """Raises `RecipeError` if the target has more tokens than a head whose training is to continue; None: it has
+    any."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     if num_tokens not in (None, vocab_size):
         raise RecipeError(

@@ -4,7 +4,7 @@
 
 over E entries with weights w. Both forms give the same value and the same gradients. `plain_cross_entropy` is the
 reference: it makes the whole [E, Vd] several times over. `lean_cross_entropy` streams the log-sum-exp over chunks of
-the vocabulary and makes each chunk anew in the backward, so it holds one chunk, whatever the vocabulary.
+the vocabulary and makes each chunk again in the backward, so it holds one chunk, whatever the vocabulary.
 
 `lm_head(last_hidden)` of a whole batch is the largest tensor of training (128 000 columns in fp32: half a megabyte a
 token). The `Teacher` therefore makes only the columns that are needed, if the output layer is an ordinary matrix.
@@ -306,7 +306,7 @@ def cross_entropy(
     """`lean_cross_entropy` where it is possible, else `plain_cross_entropy`.
 
     Args:
-        output: an output matrix or layer. Layers that are no plain matrix (quantised, adapted) can only be called.
+        output: an output matrix or layer. Layers that are not a plain matrix (quantised, adapted) can only be called.
     """
     if isinstance(output, nn.Linear) and is_dense(output):
         output = output.weight.to(states.device)

@@ -79,12 +79,12 @@ class MedusaTrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Medusa2TrainingOptions(MedusaTrainingOptions):
-    """Options for training Medusa heads with an adapter of the target, beside those of `MedusaTrainingOptions`.
+    """Options for training Medusa heads with an adapter of the target, in addition to those of `MedusaTrainingOptions`.
 
     Attributes:
         heads_share: share of all steps that train the heads alone.
         warmup_share: share of all steps over which the weight of the heads' loss rises after that.
-        head_weight: that weight at its end (the paper's lambda_0).
+        head_weight: weight of the heads' loss after the warm-up (the paper's lambda_0).
     """
 
     heads_share: float = 0.3
@@ -127,7 +127,7 @@ def new_medusa(
 
 
 def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHeads:
-    """Published Medusa heads (folder or Hub id) whose training goes on."""
+    """Published Medusa heads (folder or Hub id) whose training continues."""
     heads = MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads
     refuse_added_tokens(heads.vocab_size if heads.token_ids is None else None, target)
     return trainable(heads)
@@ -216,7 +216,7 @@ class _Medusa(TrainingMethod, Generic[MethodOptions]):
         return HardTargets(self.teacher.to_draft(entries.label).clamp(min=0))
 
     def _target_output(self) -> Tensor | nn.Module:
-        """The target's output matrix, or its module if that is no plain matrix. Neither is trained."""
+        """The target's output matrix, or its module if that is not a plain matrix. Neither is trained."""
         lm_head = self.teacher.lm_head
         return lm_head.weight.detach().to(self.heads.device) if is_dense(lm_head) else lm_head
 
@@ -246,8 +246,8 @@ class Medusa2Method(_Medusa[Medusa2TrainingOptions]):
     Raises:
         TargetMismatchError: the target has no adapter, or one that is not trainable.
 
-    Metrics, beside those of the heads: `distillation`, the cross-entropy against the original target, and `agreement`,
-    the share of tokens that both prefer.
+    Metrics, in addition to those of the heads: `distillation`, the cross-entropy against the original target, and
+    `agreement`, the share of tokens that both prefer.
     """
 
     name = "medusa2"

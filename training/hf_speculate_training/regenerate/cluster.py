@@ -68,7 +68,7 @@ class RayEngine(Engine):
         self._tokens = self._rounds = 0
 
     def settings(self) -> dict[str, Any]:
-        """Settings as those of `LocalEngine`: either goes on with the other's file. An actor loads the target."""
+        """Settings as those of `LocalEngine`: either resumes the other's file. An actor loads the target."""
         with _cluster() as ray:
             fingerprint: Any = ray.remote(**self._resources)(_fingerprint).remote(*self._given)
             return {"target": ray.get(fingerprint)}

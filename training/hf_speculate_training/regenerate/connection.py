@@ -3,8 +3,8 @@
 The client is OpenAI's own. It knows which requests can be tried again, and waits longer each time, or as long as the
 server asks. It bounds only the time between two bytes; this module adds a limit for the whole answer.
 
-Answers have OpenAI's form. A field that is used has its type, or the answer is refused: numbers are no texts, booleans
-no token ids, and a text holds no lone surrogates. Fields that nobody uses may hold anything.
+Answers have OpenAI's form. A field that is used has its type, or the answer is refused: numbers are not texts, booleans
+not token ids, and a text holds no lone surrogates. Fields that are not used may hold anything.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Connection:
 
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
-            raise ServerError(f"{url!r} is no address of a server: e.g. http://localhost:8000.")
+            raise ServerError(f"{url!r} is not the address of a server, e.g. http://localhost:8000.")
         self._retries = retries
         key = os.environ.get(KEY_VARIABLE, "none")
         http_client, self._reply_class = _bounded_client(timeout)
@@ -92,7 +92,7 @@ class Connection:
         return self._asked("post", path, form, body=body)
 
     def close(self) -> None:
-        """Ends requests under way: nobody waits for them any more."""
+        """Ends requests under way: their answers are not needed any more."""
         from anyio import move_on_after
 
         async def end() -> None:
@@ -128,10 +128,10 @@ class Connection:
         raise self._silent(path, problem)
 
     def _refused(self, path: str, error: Any) -> ServerError:
-        said = " ".join(str(error.message).split())[:300]
+        problem = " ".join(str(error.message).split())[:300]
         if error.status_code >= 500 or error.status_code in (408, 409, 429):
-            return ServerError(f"{self.url}/v1{path} failed {self._retries + 1} times, at last with {said}")
-        return ServerError(f"{self.url}/v1{path} refuses a request: {said}", error.status_code)
+            return ServerError(f"{self.url}/v1{path} failed {self._retries + 1} times; last error: {problem}")
+        return ServerError(f"{self.url}/v1{path} refuses a request: {problem}", error.status_code)
 
     def _silent(self, path: str, problem: str) -> ServerError:
         return ServerError(f"{self.url}/v1{path} gave no answer in {self._retries + 1} attempts ({problem}).")
@@ -226,7 +226,7 @@ class Models(_Reply):
 
 
 def is_cut(error: ValidationError) -> bool:
-    """True if the reply is no JSON: the line was cut, or somebody else answered."""
+    """True if the reply is not JSON: the line was cut, or another server answered."""
     return error.errors(include_url=False)[0]["type"] == "json_invalid"
 
 

@@ -37,7 +37,7 @@ class Engine(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Settings besides data and options, JSON-serialisable: an engine with others does not go on with a file."""
+        """Settings besides data and options, JSON-serialisable: an engine with others does not resume a file."""
 
     @abstractmethod
     def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
@@ -60,7 +60,7 @@ class LocalEngine(Engine):
         tokenizer: the target's.
         options: options for prompts and answers.
         speculator: speculator that makes it faster; the text is the same without.
-        end_ids: tokens that end a text, beside the model's own.
+        end_ids: tokens that end a text, in addition to the model's own.
     """
 
     answers_whole_batches = True  # sampled rows then draw the same numbers as in the first run

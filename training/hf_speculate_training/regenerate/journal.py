@@ -21,7 +21,7 @@ class Journal:
     """An output file of groups of lines; a group is all lines of one example.
 
     Every line holds the example's `id`, and `is_last`, which marks the end of its group. Opening the file again cuts
-    off a line or a group that a kill left unfinished. A file beside it (`.settings`) holds the settings.
+    off a line or a group that a kill left unfinished. A file next to it (`.settings`) holds the settings.
 
     Args:
         path: the output file; its folder is made if it is absent.
@@ -80,7 +80,7 @@ class Journal:
                 os.truncate(self.path, start)
             raise SpeculateError(
                 f"cannot write {self.path}: {error}. The {start} bytes before are complete; run the same command again "
-                "to go on."
+                "to resume."
             ) from error
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Journal:
         self._lock.release()
 
     def _check_place(self) -> None:
-        """Raises before any file is made beside a device or a folder."""
+        """Raises before any file is made next to a device or a folder."""
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(self.path.stat().st_mode):
                 raise SpeculateError(
@@ -104,7 +104,7 @@ class Journal:
             found = read_json(self._settings_path)
         except CheckpointError as error:
             raise SpeculateError(
-                f"{self.path} exists, but {self._settings_path.name}, which says what it was made with, cannot be "
+                f"{self.path} exists, but {self._settings_path.name}, which holds its settings, cannot be "
                 f"read: give another output, or remove the file. ({error})"
             ) from error
         different = [key for key in {**found, **self._settings} if found.get(key) != self._settings.get(key)]
@@ -141,7 +141,7 @@ class Journal:
 
 
 class _Line(BaseModel):
-    """Fields of a line that say where it belongs."""
+    """Fields of a line that give its place."""
 
     model_config = ConfigDict(strict=True)
 

@@ -43,13 +43,13 @@ class RegenerateOptions:
         temperature: temperature of the sampling; 0 is greedy; None leaves temperature, top_p and top_k to the model's
             generation config.
         top_p, top_k: limits of the sampling with a temperature; 1.0 and 0 are off.
-        max_new_tokens: maximum number of tokens of one answer. Prompts that leave less room in the target's context are
-            skipped.
+        max_new_tokens: maximum number of tokens of one answer. Prompts that leave less space in the target's context
+            are skipped.
         batch_size: rows at a time.
         seed: seed of the sampling. A batch depends on the data, `batch_size` and this alone, and not on interruptions.
-        prompt_tokens: number of tokens of a plain text to keep; the target goes on from there.
-        pieces: whether to cut plain texts into pieces of `prompt_tokens + max_new_tokens`: the target then goes on from
-            the start of each piece, instead of the start of each text only.
+        prompt_tokens: number of tokens of a plain text to keep; the target continues from there.
+        pieces: whether to cut plain texts into pieces of `prompt_tokens + max_new_tokens`: the target then continues
+            from the start of each piece, instead of the start of each text only.
         chat: whether a `prompt` that is a mere text is a user's message.
     """
 
@@ -80,7 +80,7 @@ class Planner:
         options: options for prompts and answers.
         held_out: prompts kept for measuring; records like them are skipped.
     Raises:
-        SpeculateError: `max_new_tokens` leaves no room for a prompt.
+        SpeculateError: `max_new_tokens` leaves no space for a prompt.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Planner:
         """Makes the jobs of record `index`.
 
         Raises:
-            RecordError: the record cannot be answered; the text says why.
+            RecordError: the record cannot be answered; the text gives the reason.
         """
         example = read_record(record, self.options.chat)
         if self._held_out is not None and self._held_out.is_like(example):
@@ -165,7 +165,7 @@ class Planner:
 
 
 def longest_prompt(tokenizer: Any, config: PretrainedConfig, options: RegenerateOptions) -> int:
-    """Maximum length of a prompt, in tokens, that leaves room for an answer in the target's context."""
+    """Maximum length of a prompt, in tokens, that leaves space for an answer in the target's context."""
     context = context_length(tokenizer, config)
     longest = 10**9 if context is None else context - options.max_new_tokens
     if longest < 1:

@@ -1,7 +1,7 @@
 """Prompts without a dataset: the target writes messages that a user might send.
 
-A chat model that gets its template up to where the user speaks, and nothing more, goes on with a user's message: it was
-trained on whole conversations (Magpie, arXiv 2406.08464).
+A chat model that gets its template up to where the user speaks, and nothing more, continues with a user's message: it
+was trained on whole conversations (Magpie, arXiv 2406.08464).
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def write_self_prompts(
     speculator: Speculator | None = None,
     show_progress: bool | None = None,
 ) -> tuple[Dataset, Counter[str]]:
-    """Draws messages of users from the target; goes on where an earlier run was stopped.
+    """Draws messages of users from the target; resumes a run that was stopped.
 
     Args:
         output: file for JSON lines of all messages, dropped ones included.
-        others: as those of `regenerate`.
+        others: parameters of `regenerate`.
     Returns:
         Records with one column, `prompt`, in the order of drawing; and numbers of dropped messages, by reason.
     Raises:

@@ -2,7 +2,7 @@
 
 The target's own tokenizer makes the prompts, and the server's tokens must be the same. If it returns the tokens that it
 generated (vLLM, `return_token_ids`), the lines hold these. Otherwise its text is tokenised again, which may give other
-tokens, and the lines say so.
+tokens, and the lines are marked.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ServerEngine(Engine):
                 if problem is None:
                     running |= self._begun(pool, jobs, len(ended))
         finally:
-            self._connection.close()  # nobody wants the answers of those that still run
+            self._connection.close()  # the answers of those that still run are not needed
             pool.shutdown()
         if problem is not None:
             raise problem
@@ -182,7 +182,7 @@ class ServerEngine(Engine):
             )
 
     def _check_prompt(self, found: CompletionReply, prompt: list[int]) -> None:
-        """The server must have read what training will be told that it read."""
+        """The server must have read the tokens that training takes for its prompt."""
         ids = found.prompt_token_ids or found.choices[0].prompt_token_ids
         count = len(ids) if ids is not None else found.usage and found.usage.prompt_tokens
         if count not in (None, len(prompt)) or (ids is not None and ids != prompt):
@@ -202,5 +202,5 @@ class ServerEngine(Engine):
         names = self._connection.models()
         if len(names) != 1:
             listed = ", ".join(names) or "none"
-            raise ServerError(f"{self._connection.url} has {listed}: say which model it is with --server-model.")
+            raise ServerError(f"{self._connection.url} has {listed}: name the model with --server-model.")
         return names[0]

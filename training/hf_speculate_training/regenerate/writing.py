@@ -1,6 +1,7 @@
 """Runs of `regenerate`: an engine answers the prompts of the data, batch by batch, into a file that only grows.
 
-Lines hold token ids beside the text, since tokenising a text again may give other tokens than the generated ones.
+Lines hold token ids in addition to the text, since tokenising a text again may give other tokens than the generated
+ones.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def regenerate(
     end_ids: Collection[int] = (),
     show_progress: bool | None = None,
 ) -> RegenerateReport:
-    """Writes answers to all prompts of `records` to a JSON-lines file; goes on where an earlier run was stopped.
+    """Writes answers to all prompts of `records` to a JSON-lines file; resumes a run that was stopped.
 
     A line holds `id` (the record's number), `messages` or `prompt` and `completion`, and `input_ids` with `loss_mask`,
     which `prepare_data` prefers. An answer that reached `max_new_tokens` has `finish` "length" and no end-of-turn
@@ -78,7 +79,7 @@ def regenerate(
         options: options for prompts and answers; None for the defaults.
         speculator: speculator that makes it faster; the text is the same without.
         held_out: prompts kept for measuring; records like them are skipped.
-        end_ids: tokens that end a text, beside the model's own.
+        end_ids: tokens that end a text, in addition to the model's own.
         show_progress: a bar on stderr (None: if that is a terminal).
     Raises:
         SpeculateError: nothing to answer; an output made from other data, by another target or with other options.

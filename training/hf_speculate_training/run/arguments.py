@@ -60,7 +60,7 @@ class HeadTrainingArguments(TrainingArguments):
     save_total_limit: int | None = 2
     logging_nan_inf_filter: bool = False  # a loss that is not a number stops the run
     include_num_input_tokens_seen: Any = "all"
-    remove_unused_columns: bool = False  # a batch is no model's arguments
+    remove_unused_columns: bool = False  # a batch does not hold a model's arguments
     label_names: list[str] | None = field(default_factory=lambda: ["loss_mask"])
     ddp_find_unused_parameters: bool | None = False  # every parameter gets a gradient
     log_level_replica: str = "error"  # one process logs for all
@@ -69,8 +69,8 @@ class HeadTrainingArguments(TrainingArguments):
 def training_arguments(recipe: Recipe) -> HeadTrainingArguments:
     """The arguments of a recipe's `training` section.
 
-    A run with evaluation data evaluates and saves every 500 steps unless told otherwise, and keeps the checkpoint with
-    the best mean acceptance length.
+    A run with evaluation data evaluates and saves every 500 steps by default, and keeps the checkpoint with the best
+    mean acceptance length.
 
     Raises:
         RecipeError: `TrainingArguments` does not have a key, or it belongs to another section.

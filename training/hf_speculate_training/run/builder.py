@@ -88,7 +88,7 @@ class TrainingRun(Parts):
     Attributes:
         recipe: the recipe.
         args: arguments of the trainer.
-        resume: checkpoint from which the run goes on; None for a fresh run.
+        resume: checkpoint from which the run resumes; None for a fresh run.
     """
 
     recipe: Recipe
@@ -122,8 +122,8 @@ def build(
         args: arguments of the trainer; their seed draws fresh heads.
         target: the target.
         method: the method; a name gets the shape that suits the target's size.
-        train, held_out: a source that `prepare_data` reads, or rows. Without `held_out` a share of the training data
-            is held out, if the options say so.
+        train, held_out: a source that `prepare_data` reads, or rows. Without `held_out` a share of the training data is
+            held out, if the options ask for it.
         options: options for reading sources; None takes the defaults, and the chat template if there is one.
         evaluation: measurement of acceptance; None for none.
         tokenizer: the target's tokenizer; None loads it if the target is loaded or a source is read.
@@ -168,7 +168,7 @@ def name_of(target: TargetSection | nn.Module) -> str:
     name = target.path if isinstance(target, TargetSection) else unwrap(target).name_or_path
     if not name:
         raise SpeculateError(
-            f"the {type(target).__name__} does not say where it came from: give processing_class, its tokenizer, and "
+            f"the {type(target).__name__} has no name_or_path: give processing_class, its tokenizer, and "
             "args with an output_dir."
         )
     return name
@@ -257,7 +257,7 @@ def _prepared(source: Source | Any, options: DataOptions, tokenizer: Any, target
 
 
 def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: nn.Module) -> list[PromptIds]:
-    """The prompts on which acceptance is measured, without those that leave no room for an answer."""
+    """The prompts on which acceptance is measured, without those that leave no space for an answer."""
     if not section.num_prompts:
         return []
     if section.prompts is not None:

@@ -132,7 +132,7 @@ def _training_choices(config: PretrainedConfig, trains_target: bool) -> list[Cho
     if _is_small(config) and not trains_target:  # Muon was not tried on a target's adapter
         choices = [
             Choice("training.num_train_epochs", 4),
-            Choice("training.per_device_train_batch_size", 4, "rows of max_length tokens a step"),
+            Choice("training.per_device_train_batch_size", 4, "rows of max_length tokens per step"),
             Choice("training.muon", True, "learns from fewer tokens than AdamW"),
             Choice("training.learning_rate", 4e-3, "Muon's, for the layers' matrices"),
             Choice("training.adamw_learning_rate", 2e-3, "of everything else"),
@@ -144,7 +144,7 @@ def _training_choices(config: PretrainedConfig, trains_target: bool) -> list[Cho
         choices = [
             Choice("training.num_train_epochs", 2, "speculators' published runs: 2 to 3"),
             Choice("training.per_device_train_batch_size", rows, "rows in memory at a time"),
-            Choice("training.gradient_accumulation_steps", 8 // rows, "8 rows a step, as EAGLE-3's own trainer"),
+            Choice("training.gradient_accumulation_steps", 8 // rows, "8 rows per step, as EAGLE-3's own trainer"),
             Choice("training.learning_rate", 1e-4, "as SpecForge"),
             Choice("training.warmup_steps", 0.015, "a share of all steps"),
             Choice("training.max_grad_norm", 0.5),

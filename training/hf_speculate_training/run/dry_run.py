@@ -38,7 +38,7 @@ def describe_run(run: TrainingRun) -> RenderableType:
     tokens = int((batch["document_ids"] != NO_DOCUMENT).sum())
     plan = {
         "optimizer steps": f"{steps:,}",
-        "tokens a step": f"{tokens * accumulated * run.args.world_size:,}",
+        "tokens per step": f"{tokens * accumulated * run.args.world_size:,}",
         "first batch, forward and backward": f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s (measured)",
         "all steps at that speed": f"{seconds * steps * accumulated / 60:,.0f} min (computed, without evaluations)",
     }

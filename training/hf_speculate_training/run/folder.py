@@ -150,5 +150,5 @@ def check_checkpoint(checkpoint: str, method: nn.Module) -> None:
         raise SpeculateError(
             f"cannot resume from {checkpoint}: it holds another head. {len(different)} tensors differ, e.g. {name}: "
             f"{found.get(name, 'absent')} there, {wanted.get(name, 'absent')} in this one. Resume with the recipe that "
-            "the run was started with, or start anew in another folder."
+            "the run was started with, or start a new run in another folder."
         )

@@ -38,7 +38,7 @@ class InterruptedTrainingError(SpeculateError, RuntimeError):
 
 
 class DivergenceGuard(TrainerCallback):
-    """Tells the method its step, and stops before the optimizer takes a gradient that is not a number."""
+    """Passes the method its step, and stops before the optimizer takes a gradient that is not a number."""
 
     def __init__(self, method: TrainingMethod):
         self.method = method

@@ -82,7 +82,7 @@ def curves(history: LogHistory) -> dict[str, Curve]:
 
 
 def _draw(axes: Any, found: Mapping[str, Curve], train: str, evaluation: str, label: str, color: Any) -> None:
-    """Draws a metric of the evaluation, and that of the training, smoothed and faint, behind it."""
+    """Draws a metric of the evaluation, and that of the training, smoothed and faint, in the background."""
     if train in found:
         steps, values = found[train]
         name = f"{label} training".strip()

@@ -1,4 +1,4 @@
-"""The record of a head's making: `provenance.json` beside it, written when a run starts and again when it ends.
+"""The record of a head's making: `provenance.json` next to it, written when a run starts and again when it ends.
 
 It is uploaded with the head, so it holds neither tokens nor paths of the machine.
 """
@@ -57,7 +57,7 @@ def _target(target: nn.Module) -> dict[str, Any]:
 
 def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], folder: str | os.PathLike) -> None:
     """Raises `SpeculateError` if a run is resumed with another target, data set, head or batch than at its start."""
-    # In the form of the file, which has no paths: fingerprints tell more.
+    # In the form of the file, which has no paths: fingerprints identify more.
     before, now = (public_provenance({kind: each})[kind] for each in (before, now))
     different = {key: (before.get(key), now.get(key)) for key in before.keys() | now.keys()}
     different = {key: pair for key, pair in different.items() if pair[0] != pair[1]}
@@ -65,7 +65,7 @@ def check_same(kind: str, before: Mapping[str, Any], now: Mapping[str, Any], fol
         listed = "; ".join(f"{key}: {old!r} then, {new!r} now" for key, (old, new) in sorted(different.items()))
         raise SpeculateError(
             f"cannot resume in {os.fspath(folder)}: the {kind} is not the one that the run was started with "
-            f"({listed}). Resume with that one, or start anew in another folder."
+            f"({listed}). Resume with that one, or start a new run in another folder."
         )
 
 

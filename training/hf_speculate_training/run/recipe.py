@@ -8,7 +8,7 @@
     evaluation:  measurement of acceptance during the run
     output:      folder, layout, Hub
 
-Unknown keys are refused, and so are tokens: a recipe is written beside the head and uploaded with it. The recipes in
+Unknown keys are refused, and so are tokens: a recipe is saved with the head and uploaded with it. The recipes in
 `training/recipes/` are shipped: `find_recipe` knows them by name.
 """
 
@@ -48,7 +48,7 @@ from .evaluation import AcceptanceOptions
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# A wheel has the recipes inside the package, a checkout beside it.
+# A wheel has the recipes inside the package, a checkout next to it.
 _FOLDERS = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")
 
 
@@ -72,7 +72,7 @@ class MethodSection:
     Attributes:
         name: name of an installed method (entry-point group `hf_speculate.training_methods`).
         head: shape of a new head, the fields of the method's `head_class`.
-        start_from: folder of a trained head to go on from, instead of `head`.
+        start_from: folder of a trained head to continue from, instead of `head`.
         adapter: fields of `peft.LoraConfig`, for methods that train the target too: the LoRA that learns with the head.
         options: options of the method (unrolled steps, weights of the losses, …), the fields of its `options_class`.
     """
@@ -90,7 +90,8 @@ class FeaturesSection:
 
     Attributes:
         source: "online" runs the target in every step; "cache" writes its states to disk once, then reads them.
-        folder: folder of the cache; None for one beside the output. vLLM's files (`hs_0.safetensors`, …) are read, too.
+        folder: folder of the cache; None for one next to the output. vLLM's files (`hs_0.safetensors`, …) are read,
+            too.
     """
 
     source: Literal["online", "cache"] = "online"
@@ -209,7 +210,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         path: path of the file, or the name of a shipped recipe, see `recipe_names`.
         overrides: texts `section.key=value`, with values as in YAML, which win over the file.
     Raises:
-        RecipeError: there is no such file, it is no YAML, a key is unknown, or a value has the wrong type.
+        RecipeError: there is no such file, it is not YAML, a key is unknown, or a value has the wrong type.
     """
     try:
         text = read_bytes(find_recipe(path), MAX_BYTES).decode("utf-8")
@@ -238,7 +239,7 @@ def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Re
 def _refuse_secrets(content: Mapping[str, Any]) -> None:
     if place := find_secret(content):
         raise RecipeError(
-            f"{place} holds a token, a key or a password. A recipe is written beside the head and uploaded with it: "
+            f"{place} holds a token, a key or a password. A recipe is saved with the head and uploaded with it: "
             "leave it out of the recipe and of --set. Possible: `hf auth login`, or the environment (HF_TOKEN, "
             "WANDB_API_KEY, …)."
         )

@@ -60,7 +60,7 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Trai
 
     Args:
         recipe: the recipe.
-        resume: True goes on from the last complete checkpoint in the output folder.
+        resume: True resumes from the last complete checkpoint in the output folder.
         write: True if the run is to write to that folder, which then must be empty or hold the run that is resumed.
     Raises:
         SpeculateError: recipe, target, data, folder, disk, trackers or Hub repository cannot be used. Nothing has been
@@ -92,7 +92,7 @@ def trainer_of(run: TrainingRun, *, cached: bool = True) -> HeadTrainer:
 
     Args:
         run: the run.
-        cached: True writes and reads the feature cache if the recipe asks for one; False computes all states online.
+        cached: True writes and reads the feature cache if the recipe names one; False computes all states online.
     """
     section, rows = run.recipe.evaluation, run.train_rows()
     callbacks: list[TrainerCallback] = [EarlyStoppingCallback(section.patience)] if section.patience else []
@@ -120,7 +120,7 @@ def train_prepared(run: TrainingRun) -> Path:
     Raises:
         SpeculateError: another process trains in the folder.
         DivergedError: the loss is not a number any more.
-        InterruptedTrainingError: Ctrl-C was pressed; the message has the command with which the run goes on.
+        InterruptedTrainingError: Ctrl-C was pressed; the message has the command that resumes the run.
         UploadError: the Hub did not take the head, which is complete; the message has the command that tries again.
     """
     known = _known(run)
@@ -200,7 +200,7 @@ def _draw_curves(history: list[Any], run: TrainingRun) -> None:
 
 
 def _resume_command(folder: Path) -> str:
-    """The command with which the run in `folder` goes on, to be typed where it was started."""
+    """The command that resumes the run in `folder`, to be typed where it was started."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     program = "hf-speculate" if processes == 1 else "accelerate launch -m hf_speculate_training"
     return f"{program} train --config {shlex.quote(str(recipe_file(folder)))} --resume"

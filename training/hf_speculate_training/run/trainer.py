@@ -60,7 +60,7 @@ class HeadTrainer(Trainer):
         data_collator: function that makes a batch of rows; None for `Collator`.
         train_dataset, eval_dataset: a `datasets.Dataset` (or file, folder, Hub id) of messages, prompt + completion,
             text or token ids; or rows of `hf_speculate_training.data`, which may carry the target's states.
-        processing_class: the target's tokenizer; None for the one beside the target.
+        processing_class: the target's tokenizer; None for the one saved with the target.
         evaluation: measurement of the mean acceptance length at every evaluation. None takes 16 prompts of
             `eval_dataset`, if that is raw data; False measures nothing.
         data_options: options for reading raw data, see `DataOptions`.
@@ -180,7 +180,7 @@ class HeadTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """Trains; `resume_from_checkpoint=True` goes on from the last complete checkpoint.
+        """Trains; `resume_from_checkpoint=True` resumes from the last complete checkpoint.
 
         From a checkpoint of the last step nothing is trained: it is loaded, or the best one if that is kept.
 
@@ -254,7 +254,7 @@ class HeadTrainer(Trainer):
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads nothing: a checkpoint is no head."""
+        """Uploads nothing: a checkpoint is not a head."""
 
     def _origin(self) -> dict[str, Any]:
         evaluations = [entry for entry in self.state.log_history if "eval_loss" in entry]

@@ -149,7 +149,7 @@ class CacheIndex:
             partial.unlink(missing_ok=True)
             raise FeatureCacheError(
                 f"cannot write {path}: {error}. {sum(map(self.has, range(self.num_shards)))} of {self.num_shards} "
-                "shards are complete and stay; make room and run it again to go on."
+                "shards are complete and stay; free some disk space and run it again to resume."
             ) from error
 
     def verify(self) -> None:
@@ -183,7 +183,7 @@ def _read_index(path: Path) -> tuple[CacheKey, int, int, dict[str, Any]]:
     """Key, number of rows, rows of a shard, and the entries of shards by file name.
 
     Raises:
-        FeatureCacheError: the file is no index, or one of another version.
+        FeatureCacheError: the file is not an index, or one of another version.
     """
     try:
         found = read_json(path)
@@ -205,7 +205,7 @@ def _read_index(path: Path) -> tuple[CacheKey, int, int, dict[str, Any]]:
 
 
 def _check_shards(path: Path, shards: dict[str, Any], count: int) -> None:
-    """Refuses entries that are no shards of this cache: files are opened by the names in the index."""
+    """Refuses entries that are not shards of this cache: files are opened by the names in the index."""
     for name, entry in shards.items():
         number = re.fullmatch(r"features-(\d{5,9})\.safetensors", name)
         if number is None or name != _shard_name(int(number[1])) or int(number[1]) >= count:
@@ -222,7 +222,7 @@ def _absent(found: dict[str, Any], name: str) -> bool:
 
 def _broken(path: Path, why: str) -> FeatureCacheError:
     return FeatureCacheError(
-        f"cannot read the index of a feature cache, {path}: {why.rstrip('.')}. Remove the folder and write it anew."
+        f"cannot read the index of a feature cache, {path}: {why.rstrip('.')}. Remove the folder and write it again."
     )
 
 

@@ -1,11 +1,11 @@
 """The target's hidden states on disk: computed once, read in every epoch, without the target's decoder.
 
 A folder holds `cache.json` (what it was made from, the shards and their checksums) and shards of rows,
-`features-00000.safetensors`, whose tensors are the rows one behind the other, without padding:
+`features-00000.safetensors`, whose tensors are the rows one after the other, without padding:
 
     input_ids, position_ids, document_ids, loss_mask [T], offsets [R + 1]; last_hidden, features.<layer> [T, H]
 
-A shard appears under its name when it is whole; a run that was stopped goes on with the next one. Rows are computed in
+A shard appears under its name when it is whole; a run that was stopped resumes with the next one. Rows are computed in
 batches of `batch_size`; a run that reads the same batches online computes the same states, bit by bit, and one with
 other batches the same up to rounding.
 """
@@ -88,8 +88,8 @@ def write_features(
         batch_size: rows that run together.
         rows_per_shard: rows of a file, best a multiple of `batch_size`.
     Raises:
-        FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small or
-            got full. Complete shards stay, and a later run goes on after them.
+        FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small or got
+            full. Complete shards stay, and a later run resumes after them.
     """
     path = Path(user_path(folder))
     path.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ class FeatureCache(Dataset):
         key: key that the cache must have; None for any.
         verify: True compares every shard with its checksum, which reads all of it.
     Raises:
-        FeatureCacheError: the folder is no cache, or one that has another key, is unfinished or broken.
+        FeatureCacheError: the folder is not a cache, or one that has another key, is unfinished or broken.
     """
 
     def __init__(self, folder: str | os.PathLike, key: CacheKey | None = None, *, verify: bool = True):
@@ -130,7 +130,7 @@ class FeatureCache(Dataset):
         if missing:
             raise FeatureCacheError(
                 f"the feature cache {self.folder} is unfinished: {len(missing)} of {index.num_shards} shards are "
-                f"missing (the first: {index.shard_name(missing[0])}). Run write_features again to go on."
+                f"missing (the first: {index.shard_name(missing[0])}). Run write_features again to resume."
             )
         if verify:
             index.verify()
@@ -161,7 +161,7 @@ class FeatureCache(Dataset):
         return row
 
     def _check_shard(self, shard: int) -> None:
-        """Raises `FeatureCacheError` unless a shard holds its rows, which its checksum cannot tell."""
+        """Raises `FeatureCacheError` unless a shard holds its rows, which its checksum cannot show."""
         path, first = self.folder / self._index.shard_name(shard), shard * self._rows_per_shard
         num_rows = min(self._rows_per_shard, self._num_rows - first)
         try:

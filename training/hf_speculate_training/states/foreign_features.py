@@ -1,9 +1,9 @@
 """Hidden states that vLLM wrote for `speculators` 0.9, read as a feature cache; and ours in their layout.
 
-A folder holds one file for each document, `hs_<number>.safetensors`: `token_ids` int64 [S] and `hidden_states`
-[S, K + 1, H], the K states that a head reads and, last, the one before the final norm (read from
-`speculators/train/data.py`, `models/eagle3/core.py` and `hs_connectors/transfer.py`, 0.9.0). The files do not say which
-states these are: comparing with the target's own tells. Documents are found by their tokens, in any order.
+A folder holds one file for each document, `hs_<number>.safetensors`: `token_ids` int64 [S] and `hidden_states` [S, K +
+1, H], the K states that a head reads and, last, the one before the final norm (read from `speculators/train/data.py`,
+`models/eagle3/core.py` and `hs_connectors/transfer.py`, 0.9.0). The files do not name these states: they are compared
+with the target's own. Documents are found by their tokens, in any order.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def write_foreign_features(folder: str | os.PathLike, reader: TargetReader, rows
             partial.replace(file)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            raise FeatureCacheError(f"cannot write {file}: {error}. Make room, and run it again to go on.") from error
+            raise FeatureCacheError(
+                f"cannot write {file}: {error}. Free some disk space and run it again to resume."
+            ) from error
     return len(rows.documents)
 
 

@@ -1,7 +1,7 @@
 """Training of one-pass heads: all blocks of a text at once, as DeepSpec does it.
 
 `DFlashMethod` trains heads whose slots propose independently, `DSparkMethod` heads with a Markov head, which looks at
-the token before. Fresh heads are shaped after the target; the training of published ones can go on.
+the token before. Fresh heads are shaped after the target; the training of published ones can continue.
 """
 
 from .blocks import TextBlocks as TextBlocks

@@ -6,7 +6,7 @@ before, and the target's distribution there is the teacher. A proposal counts as
 token from the anchor on, in the anchor's document.
 
 In decoding a block sees the context before its anchor, and itself. The context's keys and values are the same for all
-blocks of a row, so they are made once, and one mask keeps the blocks apart. The mask has A * S columns beside the T of
+blocks of a row, so they are made once, and one mask keeps the blocks apart. The mask has A * S columns next to the T of
 the text, most of which a block does not see. At T = 2048, A = 64 and S = 8 that wastes a fifth of the scores, at
 DeepSpec's T = 4096 and A = 512 half of them.
 """
@@ -32,10 +32,10 @@ class TextBlocks:
     """A blocks in each of B rows, D proposals each.
 
     Attributes:
-        anchors: int64 [B, A], anchors, ascending within a row; 0 behind the last one of a row that has fewer.
+        anchors: int64 [B, A], anchors, ascending within a row; 0 after the last one of a row that has fewer.
         kept: bool [B, A], True for anchors that are there.
         counted: bool [B, A, D], True for proposals that count.
-        labels: int64 [B, A, D], the text's token at each proposal; behind the end of a row its last one.
+        labels: int64 [B, A, D], the text's token at each proposal; after the end of a row its last one.
         previous: int64 [B, A, D], the text's token before that.
         teachers: int64 [B, A, D], place of the teacher among the B * S tokens of the batch.
     """
@@ -59,10 +59,10 @@ class TextBlocks:
         size = ids.shape[1]
         before = anchors[:, :, None] + torch.arange(depth, device=anchors.device)
         rows = torch.arange(len(ids), device=anchors.device)[:, None, None]
-        behind, before = (before + 1).clamp(max=size - 1), before.clamp(max=size - 1)
-        inside = (behind > before) & (documents[rows, behind] == documents[rows, anchors[:, :, None]])
-        unbroken = (kept[:, :, None] & inside & mask[rows, behind]).long().cumprod(-1).bool()
-        return cls(anchors, kept, unbroken, ids[rows, behind], ids[rows, before], rows * size + before)
+        after, before = (before + 1).clamp(max=size - 1), before.clamp(max=size - 1)
+        inside = (after > before) & (documents[rows, after] == documents[rows, anchors[:, :, None]])
+        unbroken = (kept[:, :, None] & inside & mask[rows, after]).long().cumprod(-1).bool()
+        return cls(anchors, kept, unbroken, ids[rows, after], ids[rows, before], rows * size + before)
 
 
 def possible_anchors(batch: Batch) -> Bool[Tensor, "B S"]:

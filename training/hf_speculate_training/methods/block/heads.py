@@ -35,7 +35,7 @@ class DFlashShape:
         causal: True lets slots see only slots up to their own, as JetSpec's, whose `first_slot` is 1.
         intermediate_size: intermediate size of the layers.
         feature_layers: hidden states of the target that the head reads, see `new_block`.
-        mask_token_id: token that is embedded in the slots behind the anchor, best one that no text has. None takes the
+        mask_token_id: token that is embedded in the slots after the anchor, best one that no text has. None takes the
             last of the target's vocabulary, which padded vocabularies leave unused.
         draft_vocab_size: number of the most frequent tokens of the training data to draft with, through an output
             matrix of the head's own. None takes the target's vocabulary and output matrix, which is not trained.
@@ -65,7 +65,7 @@ class DFlashShape:
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkShape(DFlashShape):
-    """The shape of a fresh DSpark head, beside the fields of `DFlashShape`.
+    """The shape of a fresh DSpark head, in addition to the fields of `DFlashShape`.
 
     Attributes:
         markov: kind of the Markov head, see `BlockSpec`.
@@ -130,7 +130,7 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
 
 
 def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[BlockHead, Int[Tensor, " Vd"] | None]:
-    """A published one-pass head (folder or Hub id) whose training goes on, and its draft vocabulary.
+    """A published one-pass head (folder or Hub id) whose training continues, and its draft vocabulary.
 
     Embeddings and a whole output matrix of its own stay as its trainer left them.
 

@@ -43,7 +43,7 @@ class BlockTrainingOptions:
     """Options for training a one-pass head.
 
     Attributes:
-        anchors: blocks of a row at most, drawn anew at every step.
+        anchors: blocks of a row at most, drawn again at every step.
         loss: "deepspec" for the sum by the three weights; "kl" for KL(target || draft), which does not look at the
             text's own tokens (JetSpec; its weights are uniform: `decay: null`).
         ce_weight, l1_weight: weights of two terms of the loss "deepspec": the cross-entropy against the text's token,
@@ -92,7 +92,7 @@ MethodOptions = TypeVar("MethodOptions", bound=BlockTrainingOptions)
 class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
     """The common part of both methods. `new_block` and `warm_block` make its heads; arguments are `HeadMethod`'s.
 
-    Metrics, beside `loss_k` and `accuracy_k` of the k-th proposal: the terms of the loss by the names of
+    Metrics, in addition to `loss_k` and `accuracy_k` of the k-th proposal: the terms of the loss by the names of
     `BlockTrainingOptions.term_weights`, not yet weighed, and `cross_entropy`.
     """
 
@@ -181,7 +181,7 @@ class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
         return {name: weight for name, weight in terms.items() if name != "confidence" or self.head.spec.confidence}
 
     def _markov(self, blocks: TextBlocks, slots: Float[Tensor, "B A D H"]) -> Float[Tensor, "E r"] | None:
-        """Inputs of the Markov head's output matrix behind the text's own tokens."""
+        """Inputs of the Markov head's output matrix after the text's own tokens."""
         if self.head.spec.markov is None:
             return None
         markov = self.head.markov_head

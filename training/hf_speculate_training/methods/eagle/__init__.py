@@ -1,7 +1,7 @@
 """Training of EAGLE heads: drafting is unrolled over a whole text at once.
 
 `Eagle3Method` trains a head against the target's distribution, `Eagle1Method` against its next feature as well. Fresh
-heads are shaped after the target; the training of published ones can go on.
+heads are shaped after the target; the training of published ones can continue.
 """
 
 from .heads import Eagle3Shape as Eagle3Shape

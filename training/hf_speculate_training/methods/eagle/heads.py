@@ -38,11 +38,11 @@ class EagleShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Shape(EagleShape):
-    """The shape of a fresh EAGLE-3 head, beside the fields of `EagleShape`.
+    """The shape of a fresh EAGLE-3 head, in addition to the fields of `EagleShape`.
 
     Attributes:
         feature_layers: hidden states of the target that the head reads, as in `EagleSpec`. None takes 2, L // 2 and
-            L - 3, as other engines assume for files that do not say, or three spread evenly over fewer than 6 layers.
+            L - 3, as other engines assume for files that name none, or three spread evenly over fewer than 6 layers.
         own_embeddings: True gives the head embeddings of its own, at first a copy of the target's.
         own_output: False keeps the target's output matrix, or its rows for the draft vocabulary, which are not
             trained; the layout "compact" leaves them out of the files. True trains a copy of these rows.
@@ -125,7 +125,7 @@ def new_eagle1(target: PreTrainedModel, shape: EagleShape | None = None, **switc
 
 
 def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
-    """A published EAGLE head (folder or Hub id) whose training goes on, and its draft vocabulary.
+    """A published EAGLE head (folder or Hub id) whose training continues, and its draft vocabulary.
 
     Raises:
         RecipeError: a P-EAGLE head, whose masks these methods do not train; a target with more tokens.

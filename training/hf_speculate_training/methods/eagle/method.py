@@ -59,7 +59,7 @@ class Eagle3TrainingOptions(EagleTrainingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle1TrainingOptions(EagleTrainingOptions):
-    """Options for training an EAGLE-1 head, beside those of `EagleTrainingOptions`.
+    """Options for training an EAGLE-1 head, in addition to those of `EagleTrainingOptions`.
 
     Attributes:
         noise: bound of the features' uniform noise; the reference takes 0.1 at 512 tokens.
@@ -176,7 +176,7 @@ class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
     small weight, the distribution that the target's output matrix makes of it. More `steps` than one train it on its
     own features as well (arXiv:2408.15766, "HASS").
 
-    Metrics, beside those of `Eagle3Method`: `regression`.
+    Metrics, in addition to those of `Eagle3Method`: `regression`.
     """
 
     name = "eagle1"

@@ -94,7 +94,7 @@ def step_masks(
 ) -> list[Bool[Tensor, "B 1 S S"]]:
     """Masks of the step-0 keys that the queries of a step see, for each layer: same document, not later, in the window.
 
-    A query of step k stands k positions behind its index.
+    A query of step k stands k positions after its index.
     """
     seen = visible(document_ids)
     by_window: dict[int | None, Tensor] = {}
