@@ -37,7 +37,7 @@ class AcceptanceSettings(WorkloadSettings):
 
     nodes: Annotated[
         list[int],
-        typer.Option(min=1, help="Draft nodes of the fixed trees, without the root (repeatable)."),
+        typer.Option(min=1, help="Number of drafted tokens in a fixed tree (repeatable)."),
     ] = field(default_factory=lambda: [8, 16, 32])
     temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: NewTokens = 96
@@ -58,9 +58,9 @@ class AcceptanceSettings(WorkloadSettings):
 
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
-    """Mean acceptance length and acceptance by depth of fixed trees, several speculators side by side. No clock.
+    """Measure how many drafts of each speculator are accepted. Times nothing.
 
-    Texts end where the target ends them: no drafter was made for the text behind that. Trees are fixed
+    Texts end where the target ends them: no drafter was made for text after the end. Trees are fixed
     (`adaptive=False`), so the figures do not depend on the machine's speed. They are repeatable but for near ties in 16
     bit.
 

@@ -30,7 +30,7 @@ LlamaCppPython = Annotated[
     typer.Option(
         "--llama-cpp",
         metavar="PYTHON",
-        help="Measure llama.cpp on the same GGUF file: an interpreter with llama-cpp-python or xllamacpp.",
+        help="Also measure llama.cpp on the same GGUF file, with this Python, which has llama-cpp-python or xllamacpp.",
     ),
 ]
 

@@ -76,11 +76,13 @@ class GenerateSettings(WorkloadSettings):
 
     shape: Annotated[
         str | None,
-        typer.Option(help=f"Measure random weights and a scripted drafter instead: {', '.join(SHAPES)}."),
+        typer.Option(help=f"Measure random weights of this shape and a scripted drafter instead: {', '.join(SHAPES)}."),
     ] = None
     layers: Layers = None
     acceptance: Rates = DEFAULT_RATES
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the scripted drafter's trees.")] = 16
+    nodes: Annotated[int, typer.Option(min=1, help="Number of tokens that the scripted drafter drafts in a round.")] = (
+        16
+    )
     batch_sizes: BatchSizes = field(default_factory=lambda: [1])
     temperatures: Temperatures = field(default_factory=list)
     max_new_tokens: NewTokens = 128
@@ -89,11 +91,12 @@ class GenerateSettings(WorkloadSettings):
         bool | None,
         typer.Option(
             "--compile-baseline/--no-compile-baseline",
-            help="Measure stock with static cache and torch.compile, too, also drafting (default: on accelerators).",
+            help="Also measure stock generate and its drafting with static cache and torch.compile "
+            "(default: on accelerators).",
         ),
     ] = None
     prompt_lookup_num_tokens: Annotated[
-        int, typer.Option("--lookup-tokens", min=1, help="Tokens that stock's prompt lookup drafts.")
+        int, typer.Option("--lookup-tokens", min=1, help="Number of tokens that stock prompt lookup drafts in a round.")
     ] = 10
     exact: Exact = False
     llama_cpp: LlamaCppPython = None
@@ -119,7 +122,9 @@ class GenerateSettings(WorkloadSettings):
 
 
 def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
-    """Tokens per second of speculators beside stock eager, compiled, prompt lookup and assisted generation.
+    """Measure tokens per second of speculators and of stock generate.
+
+    Stock runs eager and compiled, with prompt lookup and with an assistant model.
 
     Returns:
         JSON-serialisable: `rows`, one for each method, batch size and temperature; `temperatures`, for each temperature
@@ -219,7 +224,9 @@ class BatchSettings(WorkloadSettings):
 
 
 def bench_batch(settings: BatchSettings) -> dict[str, Any]:
-    """Throughput at several batch sizes beside plain generate, with the automatic switch on and off.
+    """Measure throughput at several batch sizes, with speculators and without.
+
+    Every speculator runs twice: with the policy that stops drafting, and without.
 
     Returns:
         The result of `bench_generate`; every speculator runs twice, adaptive and with fixed drafts.

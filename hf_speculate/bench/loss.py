@@ -43,9 +43,9 @@ from .workload import WorkloadSettings, describe_target, load_workload
 
 # Drafter -> its drafts; none is ever right.
 BAD_DRAFTERS = {
-    "random": "trees of random tokens, up to 12 nodes, another shape every round",
-    "adversarial": "trees of 16 nodes, 5 deep, without one right token",
-    "never": "no draft at all: what the engine itself costs",
+    "random": "trees of random tokens, up to 12, of a new shape every round",
+    "adversarial": "trees of 16 wrong tokens, 5 deep",
+    "never": "no drafts, which measures the engine alone",
 }
 
 
@@ -64,17 +64,17 @@ class LossSettings(WorkloadSettings):
     ] = field(default_factory=lambda: list(BAD_DRAFTERS))
     hard: Annotated[
         bool,
-        typer.Option("--hard", help="Ask the built-in questions that are hardest to draft for."),
+        typer.Option("--hard", help="Use the built-in questions that are hardest to draft for."),
     ] = False
-    temperature: Annotated[float, typer.Option(help="0 is greedy, above it texts are sampled.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0 is greedy.")] = 0.0
     limit: Limit = None
     max_new_tokens: NewTokens = 256
     adaptive: Annotated[
         bool,
-        typer.Option("--adaptive/--always", help="Let the policy stop drafting, or always draft."),
+        typer.Option("--adaptive/--always", help="Let the policy stop drafting where it costs time, or always draft."),
     ] = True
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin every call without what the policy learnt in earlier ones.")
+        bool, typer.Option("--fresh", help="Forget before every call what the policy learnt in earlier calls.")
     ] = False
     repeats: Repeats = 7
 
@@ -98,7 +98,7 @@ class LossSettings(WorkloadSettings):
 
 
 def bench_loss(settings: LossSettings) -> dict[str, Any]:
-    """Costs of speculation on text that drafts badly: drafters that are never right beside plain generate.
+    """Measure what speculation costs when drafts are never accepted.
 
     Returns:
         JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %), `worst`, the median

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .. import __version__
+from hf_speculate_tools.overview import version_line
+
 from ..bench import app as bench_app
 from ..commands import JsonOnly, console, drafter_list, environment, say, say_json
 from ..errors import first_line
@@ -28,42 +29,25 @@ _ATTRIBUTES = re.compile(r"^Attributes:\n((?:    .*\n?|\n)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 
-_EXAMPLES = """
-Examples:
-
-  hf-speculate chat
-
-  hf-speculate generate "Why is the sky blue?" --target ./model --speculator ./head --compare
-
-  hf-speculate drafters prompt_lookup
-
-  hf-speculate train --help
-
-  hf-speculate bench generate --quick
-"""
-
 _DRAFTERS_EXAMPLES = """
+\b
 Examples:
-
   hf-speculate drafters
-
   hf-speculate drafters eagle
 """
 
 _ENV_EXAMPLES = """
+\b
 Examples:
-
   hf-speculate env --json
 """
 
 app = Application(
     cls=MainGroup,
     name="hf-speculate",
-    help="Speculative decoding for transformers: text, heads, benchmarks.",
-    epilog=_EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -75,7 +59,7 @@ app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        say(f"hf-speculate {__version__}")
+        say(version_line().removesuffix("\n"))
         raise typer.Exit
 
 
@@ -90,7 +74,9 @@ def _main(
 
 @app.command(epilog=_DRAFTERS_EXAMPLES)
 def drafters(
-    name: Annotated[str | None, typer.Argument(help="Show the options of this drafter (default: list all).")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show the options of this drafter (default: list all drafters).")
+    ] = None,
     json_only: JsonOnly = False,
 ) -> None:
     """List the installed drafters, or show the options of one."""
@@ -108,7 +94,7 @@ def drafters(
 
 @app.command(epilog=_ENV_EXAMPLES)
 def env(json_only: JsonOnly = False) -> None:
-    """Print versions and hardware: paste this into a bug report."""
+    """Print versions and hardware for a bug report."""
     found = environment()
     if json_only:
         say_json(found)

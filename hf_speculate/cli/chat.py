@@ -29,15 +29,14 @@ from .session import (
 )
 
 
-_COMMANDS = "/reset begins anew, /stats shows the statistics, /help lists these commands, /exit (or Ctrl-D) leaves"
+_COMMANDS = "/reset starts a new chat, /stats shows statistics, /help lists these commands, /exit (or Ctrl-D) leaves"
 
 CHAT_EXAMPLES = f"""
 While chatting: {_COMMANDS}, Ctrl-C stops an answer.
 
+\b
 Examples:
-
   hf-speculate chat
-
   hf-speculate chat -t ./model -s ./eagle3-head --system "Answer in one sentence." --stats
 """
 
@@ -112,7 +111,10 @@ def chat(
     threads: Threads = None,
     exact: Exact = False,
 ) -> None:
-    """Chat with a model that has a chat template. From a pipe, each line is a turn."""
+    """Chat with a model on the terminal.
+
+    The model needs a chat template. From a pipe, each line is one turn.
+    """
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
         target,
@@ -127,7 +129,7 @@ def chat(
     )
     if not session.tokenizer.chat_template:
         raise SpeculateError(
-            "this target's tokenizer has no chat template, so it is no chat model: `hf-speculate generate --raw` "
+            "this target's tokenizer has no chat template, so it is not a chat model: `hf-speculate generate --raw` "
             "completes texts with it."
         )
     if seed is not None:

@@ -49,16 +49,12 @@ from .session import (
 
 
 GENERATE_EXAMPLES = """
+\b
 Examples:
-
   hf-speculate generate "Why is the sky blue?"
-
   hf-speculate generate "Write a haiku." -t ./model -s ./eagle3-head --temperature 0.8 --seed 1 --stats
-
   hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
-
   hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
-
   hf-speculate generate "Write a haiku." --compare --show-drafts
 """
 
@@ -66,7 +62,9 @@ _WARM_UP_TOKENS = 8
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text to answer (default, or -: stdin).")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to answer; - reads it from stdin (default: stdin).")
+    ] = None,
     target: ChatTarget = None,
     speculator: OneSpec = None,
     max_new_tokens: MaxTokens = 256,
@@ -77,7 +75,7 @@ def generate(
     system: System = None,
     raw: Raw = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Run plain generation too: compare speed and text.")
+        bool, typer.Option("--compare", help="Run plain generation too, and compare speed and text.")
     ] = False,
     draw: Annotated[
         bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")
@@ -91,11 +89,9 @@ def generate(
     exact: Exact = False,
     json_only: JsonOnly = False,
 ) -> None:
-    """Generate a text with a speculator, and print it as it comes."""
+    """Generate text with a speculator, printed while it is written."""
     if (compare or draw or stats) and speculator == PLAIN:
-        raise SpeculateError(
-            f"--compare, --draw and --stats show what a speculator does: --speculator {PLAIN} has none."
-        )
+        raise SpeculateError(f"--compare, --draw and --stats need a speculator: --speculator {PLAIN} turns it off.")
     text, system = _prompt(prompt), None if system is None else readable(system, "--system")
     request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
     session = Session.load(
@@ -125,10 +121,10 @@ def _prompt(given: str | None) -> str:
     if given is not None and given != "-":
         return readable(given, "the prompt")
     if sys.stdin.isatty():
-        raise SpeculateError("no prompt: give it as an argument, or on stdin.")
+        raise SpeculateError("no prompt: pass it as an argument, or on stdin.")
     text = readable(sys.stdin.read(), "stdin")
     if not text.strip():
-        raise SpeculateError("the prompt that came from stdin is empty.")
+        raise SpeculateError("the prompt from stdin is empty.")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Groups of commands: commands of other packages, errors in one line, help texts without markup."""
+"""Groups of commands: commands of other packages, errors in one line, help as plain text."""
 
 from __future__ import annotations
 
@@ -12,31 +12,36 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
+
+from hf_speculate_tools.overview import COMMANDS_GROUP, overview
 
 from ..commands import say
 from ..errors import SpeculateError, first_line
 from ..messages import message, printable
 
 
-COMMANDS_GROUP = "hf_speculate.commands"
-
 INTERRUPTED = 130  # status that shells give to a command that Ctrl-C ended
 
 
 class LiteralGroup(TyperGroup):
-    """Shows help texts as they are written: rich reads no markup in them."""
+    """Shows help as plain text: without markup, and without columns that cut off names."""
 
     def __init__(self, **attributes: Any):
         super().__init__(**attributes)
-        _escape_help(self)
+        _make_plain(self)
 
     def get_command(self, ctx, cmd_name: str):
         found = super().get_command(ctx, cmd_name)
         if found is not None:
-            _escape_help(found)
+            _make_plain(found)
         return found
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        if not args and self.no_args_is_help:
+            say(ctx.get_help())
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
 
 
 class MainGroup(LiteralGroup):
@@ -52,8 +57,11 @@ class MainGroup(LiteralGroup):
         if own is not None or cmd_name not in points:
             return own
         found = _load_command(points[cmd_name])
-        _escape_help(found)
+        _make_plain(found)
         return found
+
+    def get_help(self, ctx) -> str:
+        return overview(self.installed().values()).removesuffix("\n")  # typer ends the line
 
     def installed(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
@@ -150,15 +158,20 @@ def _stub(name: str, problem: str, about: str) -> typer.Typer:
     return stub
 
 
-def _escape_help(command: Any) -> None:
-    """Escapes the texts of a command and its parameters, once: click asks for the same command several times."""
-    if getattr(command, "help_is_escaped", False):
-        return
-    command.help_is_escaped = True
+def _make_plain(command: Any) -> None:
+    """Shows the help of a command and of its sub-commands without rich, and control characters in it as text."""
+    command.rich_markup_mode = None
     for owner in (command, *command.params):
         for name in ("help", "short_help", "epilog"):
             if text := getattr(owner, name, None):
-                setattr(owner, name, escape(printable(text)))
+                setattr(owner, name, _printable_lines(text))
+    for other in getattr(command, "commands", {}).values():
+        _make_plain(other)
+
+
+def _printable_lines(text: str) -> str:
+    """Keeps lines of a single backspace: click's sign that it must not wrap the lines below."""
+    return "\n".join(line if line == "\b" else printable(line) for line in text.split("\n"))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ ChatTarget = Annotated[
     typer.Option(
         "--target",
         "-t",
-        help=f"Model: path, Hub id, GGUF file, {', '.join(NAMED_TARGETS)} (default: smollm2, if installed).",
+        help=f"Model: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)} (default: smollm2, if installed).",
     ),
 ]
 OneSpec = Annotated[
@@ -50,7 +50,8 @@ OneSpec = Annotated[
     typer.Option(
         "--speculator",
         "-s",
-        help="Drafter: NAME_OR_PATH:option=value,... or none (default: one bundled for the target, or suffix).",
+        help="Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
+        "(default: the bundled head for the target, else suffix).",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many tokens.")]
@@ -61,18 +62,21 @@ ChatTemperature = Annotated[float, typer.Option(help="Sample at this temperature
 TopP = Annotated[
     float | None,
     typer.Option(
-        min=0, max=1, help="Sample from the likeliest tokens of this total probability (default: the model's own)."
+        min=0,
+        max=1,
+        help="Sample from the likeliest tokens that have this probability together (default: the model's own).",
     ),
 ]
 TopK = Annotated[
-    int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is all (default: the model's own).")
+    int | None,
+    typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 is all (default: the model's own)."),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of the sampling (default: another text every time).")]
-System = Annotated[str | None, typer.Option(help="System message at the start of the chat (default: none).")]
+Seed = Annotated[int | None, typer.Option(help="Seed for sampling (default: a different text every time).")]
+System = Annotated[str | None, typer.Option(help="System message that the chat starts with (default: none).")]
 ShowDrafts = Annotated[
-    bool, typer.Option("--show-drafts", help="Colour the tokens that were accepted drafts, on a terminal.")
+    bool, typer.Option("--show-drafts", help="On a terminal, colour the tokens that were drafted and accepted.")
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="Print statistics of the speculation to stderr.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print speculation statistics to stderr at the end.")]
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Session:
     ) -> Session:
         """Loads target and speculator; raises `SpeculateError`. Names are checked before weights are read."""
         if shows_drafts and speculator == PLAIN:
-            raise SpeculateError(f"--show-drafts shows what a speculator does: --speculator {PLAIN} has none.")
+            raise SpeculateError(f"--show-drafts needs a speculator: --speculator {PLAIN} turns it off.")
         prepare(threads)
         name = target or default_target()
         spec = default_specs(name)[-1] if speculator is None else None

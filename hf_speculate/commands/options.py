@@ -15,52 +15,69 @@ from ..models import NAMED_TARGETS
 # Target, speculators, prompts and request.
 TargetOption = Annotated[
     str | None,
-    typer.Option(help=f"Model: path, Hub id, GGUF file, {', '.join(NAMED_TARGETS)} (default: examples/pycoder)."),
+    typer.Option(help=f"Model: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)} (default: examples/pycoder)."),
 ]
 Specs = Annotated[
-    list[str] | None, typer.Option("--speculator", "-s", help="Drafter: NAME_OR_PATH:option=value,... (repeatable).")
+    list[str] | None,
+    typer.Option(
+        "--speculator",
+        "-s",
+        help="Drafter: a name or a head's folder, as NAME:option=value,... (repeatable; default: those that fit).",
+    ),
 ]
 PromptFiles = Annotated[
     list[Path] | None,
     typer.Option(
-        "--prompts", help="Read prompts from JSON lines: prompt, text, question, turns or messages (repeatable)."
+        "--prompts",
+        help="JSON-lines file with prompts in prompt, text, question, turns or messages "
+        "(repeatable; default: built-in prompts).",
     ),
 ]
 Category = Annotated[
-    list[str] | None, typer.Option("--category", help="Take only prompts of this category (repeatable).")
+    list[str] | None, typer.Option("--category", help="Use only prompts of this category (repeatable; default: all).")
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(min=1, help="Take this many prompts of each file, spread over its categories (default: all)."),
+    typer.Option(min=1, help="Use this many prompts of each file, spread over its categories (default: all)."),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 TargetDtype = Annotated[
-    str, typer.Option(help="Dtype of the model: auto (the checkpoint's), float32, bfloat16, float16.")
+    str, typer.Option(help="Dtype of the model: auto (the checkpoint's), float32, bfloat16 or float16.")
 ]
-Exact = Annotated[bool, typer.Option("--exact", help="Write plain's very text in 16 bit too, or refuse and say why.")]
-GgufBackend = Annotated[str, typer.Option(help="Backend of a GGUF file: auto, native-int8, dense ...")]
-Device = Annotated[str | None, typer.Option(help="Device of the model (default: the accelerator if there is one).")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Run fewer layers than the shape has, where it does not fit.")]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact", help="In 16 bit too, guarantee the text of plain generation, or fail with the reason. Slower."
+    ),
+]
+GgufBackend = Annotated[str, typer.Option(help="Backend of a GGUF file: auto, native, native-int8 or dense.")]
+Device = Annotated[str | None, typer.Option(help="Device of the model (default: the accelerator, else the CPU).")]
+Layers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of layers, if the whole shape does not fit into memory (default: all)."),
+]
 Rates = Annotated[
     str | None,
     typer.Option(
         "--acceptance",
-        help="Set the share of rounds accepted to depth 1, 2, ...: 0.8,0.6,0.4",
+        help="Share of rounds that the scripted drafter gets accepted to depth 1, 2, ...: 0.8,0.6,0.4.",
     ),
 ]
-BatchSizes = Annotated[list[int], typer.Option("--batch-size", min=1, help="Rows of a batch (repeatable).")]
+BatchSizes = Annotated[
+    list[int], typer.Option("--batch-size", min=1, help="Number of prompts in a batch (repeatable).")
+]
 Temperatures = Annotated[
     list[float], typer.Option("--temperature", min=0, help="Sample at this temperature; 0 is greedy (repeatable).")
 ]
-NewTokens = Annotated[int, typer.Option(min=1, help="New tokens of every row.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Passes over the prompts; figures are medians over them.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Generate this many tokens for every prompt.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Go over the prompts this many times; figures are medians.")]
 
 # Run and output.
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch (default: torch's own).")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of CPU threads (default: torch's choice).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Measure less: fewer prompts, tokens and repeats.")]
-JsonOnly = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+JsonOnly = Annotated[bool, typer.Option("--json", help="Print only JSON, without tables.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
-Out = Annotated[Path | None, typer.Option(help="Write the JSON to this file too.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
 def _needs_matplotlib(folder: Path | None) -> Path | None:
@@ -71,5 +88,6 @@ def _needs_matplotlib(folder: Path | None) -> Path | None:
 
 
 Plot = Annotated[
-    Path | None, typer.Option(help="Draw PNGs into this folder (needs matplotlib).", callback=_needs_matplotlib)
+    Path | None,
+    typer.Option(help="Draw the figures as PNG files into this folder (needs matplotlib).", callback=_needs_matplotlib),
 ]

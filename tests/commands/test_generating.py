@@ -120,9 +120,9 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (("-s", "none", "--show-drafts"), "--speculator none has none"),
+            (("-s", "none", "--show-drafts"), "--speculator none turns it off"),
             (("-s", "promt_lookup"), "Did you mean 'prompt_lookup'?"),
-            (("-s", "none", "--compare"), "--speculator none has none"),
+            (("-s", "none", "--compare"), "--speculator none turns it off"),
             (("--temperature", "0", "--top-p", "0.5"), "greedy"),
             (("--raw", "--system", "x"), "needs a chat template"),
             (("-t", "./absent"), "no such folder"),

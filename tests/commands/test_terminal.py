@@ -124,12 +124,9 @@ def test_help_is_no_markup(monkeypatch):
 
     points = {"greet": Point("greet", "other:greet", cli.COMMANDS_GROUP)}
     monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
-    monkeypatch.setenv("COLUMNS", "300")
-    for arguments in (["--help"], ["greet", "--help"]):
-        result = CliRunner().invoke(cli.app, arguments)
-        assert result.exit_code == 0, result.exception
-        assert printable(words) in result.stdout
-    assert result.stdout.count(printable(words)) == 2
+    result = CliRunner().invoke(cli.app, ["greet", "--help"])
+    assert result.exit_code == 0, result.exception
+    assert " ".join(result.stdout.split()).count(printable(words)) == 2
 
 
 @pytest.mark.rest  # imports everything
@@ -151,7 +148,7 @@ def test_every_help_shows_its_brackets(monkeypatch):
 
 
 def test_a_command_whose_packages_are_not_installed(monkeypatch):
-    """The true sentence, in the list and for any options."""
+    """The true sentence, in its help and for any options."""
 
     class Point(EntryPoint):
         def load(self):
@@ -159,8 +156,7 @@ def test_a_command_whose_packages_are_not_installed(monkeypatch):
 
     points = {"train": Point("train", "other:train", cli.COMMANDS_GROUP)}
     monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
-    monkeypatch.setenv("COLUMNS", "300")
-    shown = CliRunner().invoke(cli.app, ["--help"]).stdout
+    shown = " ".join(CliRunner().invoke(cli.app, ["train", "--help"]).stdout.split())
     assert "training needs datasets: pip install 'hf-speculate[train]'" in shown
     assert "broken" not in shown
     for arguments in ([], ["--target", "x", "--data", "y"], ["--config=x", "y"]):

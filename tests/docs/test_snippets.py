@@ -29,7 +29,7 @@ from ..support.tiers import quick
 from .pages import PAGES, REPOSITORY, Block, blocks, name_of, spans
 
 
-OURS = ("hf_speculate", "hf_speculate_plugins", "hf_speculate_training")
+OURS = ("hf_speculate", "hf_speculate_plugins", "hf_speculate_tools", "hf_speculate_training")
 PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 NOT_RUN = [block for page in PAGES for block in blocks(page) if block.reason is not None]
 _SEPARATORS = ("&&", ";", "|")

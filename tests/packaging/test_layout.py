@@ -23,6 +23,7 @@ from ..support.tiers import QUICK, REST
 PACKAGES = {
     "hf_speculate": REPOSITORY / "hf_speculate",
     "hf_speculate_plugins": REPOSITORY / "plugins" / "hf_speculate_plugins",
+    "hf_speculate_tools": REPOSITORY / "plugins" / "hf_speculate_tools",
     "hf_speculate_training": REPOSITORY / "training" / "hf_speculate_training",
 }
 MAX_LINES = 400
@@ -45,7 +46,7 @@ def imported(statement):
     return set(result.stdout.split())
 
 
-def test_the_distribution_ships_our_three_packages_and_nothing_else(project):
+def test_the_distribution_ships_our_packages_and_nothing_else(project):
     shipped = {path.parts[0] for path in importlib.metadata.files("hf-speculate")}
     own = {name for name in shipped if not name.endswith((".dist-info", ".pth")) and name != ".."}
     assert own <= set(PACKAGES), f"unexpected top-level names: {sorted(own - set(PACKAGES))}"
@@ -76,7 +77,7 @@ def test_every_package_says_that_it_is_typed(name):
     assert (PACKAGES[name] / "py.typed").is_file()
 
 
-def test_there_is_no_fourth_package():
+def test_there_is_no_other_package():
     found = {path.parent for path in REPOSITORY.glob("*/hf_speculate*/__init__.py")}
     found |= {path.parent for path in REPOSITORY.glob("hf_speculate*/__init__.py")}
     assert found == set(PACKAGES.values())

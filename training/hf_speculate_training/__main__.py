@@ -8,13 +8,13 @@ from .run.arguments import process_index
 from .run.command import TRAIN_EXAMPLES, train
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command("train", epilog=TRAIN_EXAMPLES)(train)
 
 
 @app.callback()
 def _only_names_commands() -> None:
-    """Training of speculative heads, see `hf-speculate --help` for the rest."""
+    """Trains heads; `hf-speculate --help` lists the other commands."""
 
 
 if __name__ == "__main__":

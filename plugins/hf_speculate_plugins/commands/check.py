@@ -1,4 +1,4 @@
-"""`hf-speculate check`: finds out whether a head is read as it was trained, and what lowers its acceptance."""
+"""`hf-speculate check`: diagnoses a head whose drafts are rarely accepted."""
 
 from __future__ import annotations
 
@@ -87,10 +87,12 @@ def check(
     target: Annotated[
         str,
         typer.Option(
-            help=f"Model that the head was trained for: folder, GGUF file, Hub id, {', '.join(NAMED_TARGETS)}."
+            help=f"Model that the head was trained for: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)}."
         ),
     ],
-    adapter: Annotated[str | None, typer.Option(help="PEFT adapter of the target: a folder or Hub id.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="PEFT adapter of the target: a folder or Hub id (default: none).")
+    ] = None,
     prompts: PromptFiles = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts of each file.")] = 16,
     raw: Raw = False,
@@ -101,27 +103,32 @@ def check(
     alternatives: Annotated[
         bool | None,
         typer.Option(
-            "--alternatives/--no-alternatives", help="Try other conventions (default: only if acceptance is low)."
+            "--alternatives/--no-alternatives",
+            help="Read the head by other conventions, too (default: if acceptance is low).",
         ),
     ] = None,
     conditions: Annotated[
         bool | None,
         typer.Option(
             "--conditions/--no-conditions",
-            help="Measure under another template, without the adapter, dequantised (default: if acceptance is low).",
+            help="Measure with another chat template, without adapter, dequantised (default: if acceptance is low).",
         ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Write the head's calibration table, calibration.json, into its folder.")
+        bool,
+        typer.Option(
+            "--calibrate", help="Write calibration.json into the head's folder; new processes start with its figures."
+        ),
     ] = False,
     dtype: TargetDtype = "auto",
     device: Device = None,
     threads: Threads = None,
     json_only: JsonOnly = False,
 ) -> None:
-    """Find out why a head accepts too little: conventions that it is labelled with, and conditions of its use.
+    """Diagnose a head whose drafts are rarely accepted.
 
-    Conditions are chat template, thinking, adapter, quantisation and context length.
+    It tries other conventions to read the head with, and other conditions of use: chat template, thinking, adapter,
+    quantisation, context length.
     """
     if calibrate:
         _writable(head)
@@ -191,9 +198,9 @@ def _writable(head: str | os.PathLike) -> str:
     """The folder of a head, if a table can be written there."""
     folder = user_path(head)
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is no local folder: calibration.json is written beside a head's files.")
+        raise CheckpointError(f"{folder} is not a local folder: calibration.json is written next to a head's files.")
     if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"calibration.json cannot be written to {folder}: no right to write there.")
+        raise CheckpointError(f"calibration.json cannot be written to {folder}: permission denied.")
     return folder
 
 

@@ -109,27 +109,30 @@ def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of a head, in any layout that loads.")],
-    destination: Annotated[Path, typer.Argument(help="Folder to write; absent or empty.")],
+    source: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of a head, in any known layout.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write; it must be absent or empty.")],
     layout: Annotated[
         str,
         typer.Option(
-            help="EAGLE: safeailab, specforge (SGLang), speculators (vLLM), compact, llama.cpp. Medusa: "
-            "fasterdecoding, vllm. One-pass heads: zlab, deepspec, speculators, llama.cpp."
+            help="Layout to write. EAGLE: safeailab, specforge (SGLang), speculators (vLLM), compact, llama.cpp. "
+            "Medusa: fasterdecoding, vllm. One-pass heads: zlab, deepspec, speculators, llama.cpp."
         ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
-            help=f"Target: folder, Hub id, GGUF file, {', '.join(NAMED_TARGETS)}; only where the error asks for it."
+            help=f"Target: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)}. Only if an error asks for it."
         ),
     ] = None,
     outtype: Annotated[
-        str | None, typer.Option(help="Type of the matrices for llama.cpp: f32, f16 (default), bf16, q8_0, q4_0.")
+        str | None, typer.Option(help="Type of the weights for llama.cpp: f32, f16, bf16, q8_0 or q4_0 (default: f16).")
     ] = None,
     json_only: JsonOnly = False,
 ) -> None:
-    """Write a head in another project's layout; every key is accounted for."""
+    """Convert a head to another project's file layout.
+
+    The report names every key of the source and where it went.
+    """
     saved, report = convert_checkpoint(source, destination, layout, target, out_type=outtype)
     if json_only:
         say_json({**asdict(saved), "destination": str(destination), "keys": asdict(report)})

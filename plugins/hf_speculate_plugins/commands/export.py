@@ -199,7 +199,7 @@ def _measured_length(
             target.generate(ids, attention_mask=torch.ones_like(ids), **given)
             advance("prompts")
     if (length := speculator.stats.mean_acceptance_length) is None:
-        raise SpeculateError("nothing was drafted: the prompts are answered with a single token each.")
+        raise SpeculateError("nothing was drafted: the target answers every prompt with a single token.")
     return length
 
 
@@ -208,13 +208,13 @@ def export(
         str, typer.Argument(help="Folder, Hub id or GGUF file of an EAGLE, Medusa, DFlash or DSpark head.")
     ],
     destination: Annotated[
-        Path, typer.Argument(help="Folder to write; absent or empty. For llama.cpp also a file, OUT.gguf.")
+        Path, typer.Argument(help="Folder to write; it must be absent or empty. For llama.cpp also a file, OUT.gguf.")
     ],
-    engine: Annotated[EngineName, typer.Option("--for", help="Engine that is to serve the head.")],
+    engine: Annotated[EngineName, typer.Option("--for", help="Engine that will serve the head.")],
     target: Annotated[
         str | None,
         typer.Option(
-            help="Model to serve: folder, Hub id, for llama.cpp its GGUF file (default: what the head names)."
+            help="Model to serve: folder, Hub id, for llama.cpp a GGUF file (default: the one that the head names)."
         ),
     ] = None,
     prompts: PromptFiles = None,
@@ -223,23 +223,28 @@ def export(
     depth: Annotated[
         int | None,
         typer.Option(
-            min=1, help="vLLM's num_speculative_tokens, SGLang's num-steps (default 5), llama.cpp's n-max (3)."
+            min=1,
+            help="Draft this many tokens deep: vLLM's num_speculative_tokens, SGLang's num-steps (default: 5), "
+            "llama.cpp's n-max (default: 3).",
         ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="SGLang's eagle-topk; 1 is a chain (default 4).")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="SGLang's eagle-topk; 1 is a chain (default: 4).")] = None,
     num_draft_tokens: Annotated[
-        int | None, typer.Option(min=2, help="SGLang's num-draft-tokens: nodes of a tree with its root (default 8).")
+        int | None, typer.Option(min=2, help="SGLang's num-draft-tokens: nodes of a tree, root included (default: 8).")
     ] = None,
     max_new_tokens: NewTokens = 128,
     outtype: Annotated[
-        str | None, typer.Option(help="Type of the matrices for llama.cpp: f32, f16 (default), bf16, q8_0, q4_0.")
+        str | None, typer.Option(help="Type of the weights for llama.cpp: f32, f16, bf16, q8_0 or q4_0 (default: f16).")
     ] = None,
     dtype: TargetDtype = "auto",
     device: Device = None,
     threads: Threads = None,
     json_only: JsonOnly = False,
 ) -> None:
-    """Hand a head over to vLLM, SGLang or llama.cpp: convert it, write the command that serves it, measure it."""
+    """Prepare a head for vLLM, SGLang or llama.cpp, and measure its acceptance.
+
+    Writes the head in the engine's layout and the command that serves it.
+    """
     destination = Path(user_path(destination))
     prepare(threads)
     name = target or _stated_target(head)
@@ -266,5 +271,5 @@ def _stated_target(head: str) -> str:
     folder = local_folder(head)
     name = drafter_class_for(folder).describe(folder).base_model
     if name is None:
-        raise SpeculateError(f"{head} does not say which target it is for: give --target.")
+        raise SpeculateError(f"{head} does not name its target: pass --target.")
     return name

@@ -21,25 +21,30 @@ push_app, card_app = typer.Typer(add_completion=False), typer.Typer(add_completi
 
 @push_app.command(
     epilog="""
+\b
 Examples:
-
   hf-speculate push runs/my-head
-
   hf-speculate push runs/my-head --repo-id me/my-head --private
 """
 )
 def push(
     folder: Folder,
     repo_id: Annotated[
-        str | None, typer.Option(help="owner/name, or name for one of yours (default: the recipe's, or the folder's).")
+        str | None,
+        typer.Option(
+            help="Repository: owner/name, or name for one of yours (default: the recipe's, else the folder's name)."
+        ),
     ] = None,
     private: Annotated[
         bool | None,
         typer.Option("--private/--public", help="Visibility of a new repository (default: the owner's setting)."),
     ] = None,
-    message: Annotated[str | None, typer.Option(help="Message of the commit.")] = None,
+    message: Annotated[str | None, typer.Option(help="Commit message (default: written by hf-speculate).")] = None,
 ) -> None:
-    """Upload a head with card, provenance, recipe and curves; checkpoints, logs and paths of this machine stay."""
+    """Upload a head to the Hub, with its model card.
+
+    Provenance, recipe and training curves are uploaded too. Checkpoints, logs and local paths are not.
+    """
     folder = _checked_folder(folder)
     if repo_id is not None:
         check_upload(repo_id)
@@ -49,23 +54,27 @@ def push(
 
 @card_app.command(
     epilog="""
+\b
 Examples:
-
   hf-speculate card runs/my-head
-
   hf-speculate card runs/my-head --repo-id me/my-head --print
 """
 )
 def card(
     folder: Folder,
-    repo_id: Annotated[str | None, typer.Option(help="Repository that the card's snippet loads from.")] = None,
-    show: Annotated[bool, typer.Option("--print", help="Print the card, too.")] = False,
+    repo_id: Annotated[
+        str | None, typer.Option(help="Repository that the code in the card loads from (default: the folder).")
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="Also print the card.")] = False,
 ) -> None:
-    """Write the model card of a head anew, from its files and its provenance; a card that a person wrote stays."""
+    """Regenerate a head's model card. Hand-written cards are kept.
+
+    The card comes from the head's files and its provenance.
+    """
     folder = _checked_folder(folder)
     path = folder / "README.md"
     if not recorded_card(folder, repo_id):
-        raise SpeculateError(f"{path} was written by a person and stays as it is: move it away to have one made.")
+        raise SpeculateError(f"{path} is hand-written and was kept: move it away to generate one.")
     say(path.read_text(encoding="utf-8") if show else f"wrote {path}")
 
 

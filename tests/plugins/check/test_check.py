@@ -346,7 +346,7 @@ class TestCommand:
     def test_a_head_that_cannot_get_a_table_is_refused_before_the_target_is_loaded(self):
         result = self.run("someone/some-head", "--target", "no-such-target", "--calibrate")
         assert result.exit_code == 1
-        assert "someone/some-head is no local folder" in " ".join(result.stderr.split())
+        assert "someone/some-head is not a local folder" in " ".join(result.stderr.split())
 
     def test_what_cannot_be_checked(self, good_head, target_folder):
         with pytest.raises(CheckpointError, match="'draft_model', which reads no states"):
@@ -376,7 +376,7 @@ class TestCalibration:
         assert table == CalibrationTable.load(folder)
 
     def test_a_repository_gets_no_file(self):
-        with pytest.raises(CheckpointError, match="no local folder"):
+        with pytest.raises(CheckpointError, match="not a local folder"):
             write_calibration("someone/some-head", target(), prompts())
 
     def test_a_broken_table_is_refused_before_anything_runs(self, good_head, tmp_path):

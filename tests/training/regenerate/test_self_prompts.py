@@ -92,7 +92,7 @@ class TestSelfPrompts:
     def test_impossible_options(self):
         with pytest.raises(SpeculateError, match="at least 1, got 0"):
             SelfPromptOptions(count=0)
-        with pytest.raises(SpeculateError, match="are sampled"):
+        with pytest.raises(SpeculateError, match="must be sampled"):
             SelfPromptOptions(count=1, temperature=0.0)
 
     def test_command(self, target, byte_tokenizer, tmp_path, write_lines):

@@ -32,25 +32,28 @@ EngineName: TypeAlias = Literal["local", "ray", "server"]
 
 
 def regenerate_command(
-    target: Annotated[str, typer.Option(help="Model that writes: path or Hub id.")],
-    output: Annotated[
-        Path, typer.Option(help="Write answers to this JSON-lines file; a run that was stopped goes on with it.")
-    ],
+    target: Annotated[str, typer.Option(help="Model that writes the answers: folder or Hub id.")],
+    output: Annotated[Path, typer.Option(help="JSON-lines file for the answers. Run the command again to resume.")],
     data: Annotated[
-        str | None, typer.Option(help="Prompts: json, jsonl, parquet, csv or text file, folder, pattern, or Hub id.")
+        str | None,
+        typer.Option(help="Prompts: a json, jsonl, parquet, csv or text file, a folder, a pattern, or a Hub id."),
     ] = None,
     self_prompts: Annotated[
         int | None,
-        typer.Option(min=1, help="Draw this many prompts from the target itself (a chat model) instead of --data."),
+        typer.Option(min=1, help="Instead of --data, let the target (a chat model) write this many prompts itself."),
     ] = None,
     exclude: Annotated[
         list[Path] | None,
-        typer.Option(help="Skip prompts like those of this JSON-lines file, kept for measuring (repeatable)."),
+        typer.Option(
+            help="Skip prompts that resemble those of this JSON-lines file, e.g. of a benchmark (repeatable)."
+        ),
     ] = None,
     speculator: Annotated[
         str,
         typer.Option(
-            "--speculator", "-s", help="Drafter: auto (prompt_lookup), none, or NAME_OR_PATH:option=value,..."
+            "--speculator",
+            "-s",
+            help="Drafter: auto (prompt_lookup), none, or a name or head's folder as NAME:option=value,...",
         ),
     ] = "auto",
     temperature: Annotated[
@@ -60,67 +63,84 @@ def regenerate_command(
     top_p: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Sample from the likeliest tokens of this total probability; with --temperature."
+            min=0,
+            max=1,
+            help="Sample from the likeliest tokens that have this probability together; needs --temperature.",
         ),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0 is all; with --temperature.")
+        int, typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 is all; needs --temperature.")
     ] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Answer this many prompts at a time.")] = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first records (default: all).")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answer this many prompts at once.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Answer only this many records, the first ones (default: all).")
+    ] = None,
     column: Annotated[
         list[str] | None,
         typer.Option(help="Rename a column of the data: OURS=THEIRS, e.g. prompt=question (repeatable)."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take a prompt that is a mere text as a user's message.")
+        bool, typer.Option("--chat", help="Wrap prompts that are plain text as a user's chat message.")
     ] = False,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Keep this many tokens of a plain text; the target goes on from there.")
+        int, typer.Option(min=1, help="Keep this many tokens of a plain text; the target continues it.")
     ] = 64,
     pieces: Annotated[
-        bool, typer.Option("--pieces", help="Cut plain texts into pieces, and go on from the start of each.")
+        bool, typer.Option("--pieces", help="Cut plain texts into pieces; the target continues the start of each.")
     ] = False,
-    split: Annotated[str, typer.Option(help="Split of Hub data.")] = "train",
-    config: Annotated[str | None, typer.Option(help="Configuration of Hub data.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
-    adapter: Annotated[str | None, typer.Option(help="Put this PEFT adapter on the target.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a Hub dataset.")] = "train",
+    config: Annotated[
+        str | None, typer.Option(help="Configuration of a Hub dataset (default: the dataset's own).")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Revision of the target (default: the newest).")] = None,
+    adapter: Annotated[str | None, typer.Option(help="Load this PEFT adapter into the target (default: none).")] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Dtype of the target; auto is the checkpoint's.")] = "auto",
-    quantization: Annotated[QuantizationName | None, typer.Option(help="Load the target in 8 or 4 bit.")] = None,
+    quantization: Annotated[
+        QuantizationName | None, typer.Option(help="Load the target in 8 or 4 bit (default: as it is).")
+    ] = None,
     gguf_file: Annotated[str | None, typer.Option(help="Load this GGUF file of the target's folder.")] = None,
     device: Annotated[
-        str | None, typer.Option(help="Device of the target (default: the accelerator if there is one).")
+        str | None, typer.Option(help="Device of the target (default: the accelerator, else the CPU).")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads (default: torch's choice).")] = None,
     engine: Annotated[
-        EngineName, typer.Option(help="Answer in this process, by actors of a Ray cluster, or by a server.")
+        EngineName,
+        typer.Option(
+            help="Where answers are computed: in this process, on a Ray cluster, or by an OpenAI-compatible server."
+        ),
     ] = "local",
     server: Annotated[
-        str | None, typer.Option(metavar="URL", help=f"Address for --engine server; its key comes from {KEY_VARIABLE}.")
+        str | None,
+        typer.Option(metavar="URL", help=f"Address for --engine server; the key is read from {KEY_VARIABLE}."),
     ] = None,
     server_model: Annotated[
-        str | None, typer.Option(help="Name of the model on the server (default: the only one).")
+        str | None, typer.Option(help="Name of the model on the server (default: its only model).")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Send this many requests to the server at a time.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Send this many requests to the server at once.")] = 32,
     request_timeout: Annotated[
-        float, typer.Option(min=1, help="Wait this many seconds for a whole answer of the server.")
+        float, typer.Option(min=1, help="Wait this many seconds for a complete answer of the server.")
     ] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="Retry a failed request (or Ray batch) this many times.")] = 5,
     actors: Annotated[
-        int, typer.Option(min=1, help="Start this many actors for --engine ray; each holds target and speculator.")
+        int, typer.Option(min=1, help="Number of actors for --engine ray; each loads target and speculator.")
     ] = 1,
     actor_cpus: Annotated[float, typer.Option(min=0, help="CPUs of each actor.")] = 1.0,
     actor_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each actor.")] = 0.0,
 ) -> None:
-    """Have the target answer the prompts of a dataset (or its own), as training data for its head."""
+    """Write training data: the target's own answers to prompts.
+
+    Prompts come from a dataset, or from the target itself. Run the command again to resume.
+    """
     if (data is None) == (self_prompts is None):
-        raise SpeculateError("give the prompts to answer: either --data or --self-prompts.")
+        raise SpeculateError("pass the prompts to answer: either --data or --self-prompts.")
     if self_prompts is not None and engine != "local":
-        raise SpeculateError(f"--self-prompts draws questions here, not with --engine {engine}: draw them first.")
+        raise SpeculateError(
+            f"--self-prompts does not work with --engine {engine}: write the prompts with --engine local first."
+        )
     if (server is None) == (engine == "server"):
-        raise SpeculateError("--engine server wants --server URL, and nobody else does.")
+        raise SpeculateError("--server is required with --engine server, and only allowed there.")
     options = RegenerateOptions(
         temperature=temperature,
         top_p=top_p,

@@ -50,7 +50,7 @@ class SelfPromptOptions:
         if self.count < 1:
             raise SpeculateError(f"the number of self-written prompts must be at least 1, got {self.count}.")
         if not self.temperature > 0:
-            raise SpeculateError("self-written prompts are sampled: greedily all would be the same one.")
+            raise SpeculateError("Self-written prompts must be sampled; greedy decoding would repeat one prompt.")
 
 
 def write_self_prompts(

@@ -26,45 +26,53 @@ _METHOD = "eagle3"
 _INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
 TRAIN_EXAMPLES = """
+\b
 Examples:
-
   hf-speculate train --target Qwen/Qwen2-0.5B-Instruct --data own.jsonl
-
   hf-speculate train --target M --data own.jsonl --method medusa --init recipe.yaml
-
   hf-speculate train --config recipe.yaml --set training.learning_rate=3e-4 --output runs/b --dry-run
-
   hf-speculate train --config qwen2-0.5b-eagle3 --data own.jsonl
-
   hf-speculate train --config recipe.yaml --resume
-
   accelerate launch -m hf_speculate_training train --config recipe.yaml
 """
 
 
 def train(
     config: Annotated[
-        str | None, typer.Option("--config", "-c", help="Recipe: a YAML file, or the name of a shipped recipe.")
+        str | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="Recipe: a YAML file, or the name of a shipped recipe (default: one that fits the target's size).",
+        ),
     ] = None,
     target: Annotated[str | None, typer.Option(help="Model to draft for: a folder, Hub id or GGUF file.")] = None,
     data: Annotated[str | None, typer.Option(help="Training data: a file, folder, pattern or Hub id.")] = None,
     method: Annotated[
-        str | None, typer.Option(help=f"Training method: eagle3, medusa, … (default without a recipe: {_METHOD}).")
+        str | None, typer.Option(help=f"Training method, e.g. eagle3 or medusa (default without a recipe: {_METHOD}).")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for the head (default: runs/TARGET-METHOD).")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Set section.key=value of the recipe, above all other options (repeatable)."),
+        typer.Option(
+            "--set", help="Set section.key=value of the recipe; this overrides all other options (repeatable)."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last complete checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Load everything, print sizes, steps and the first batch; write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Load everything and print sizes, steps and the first batch, but write nothing."
+        ),
     ] = False,
     init: Annotated[
-        Path | None, typer.Option(help="Write the recipe with comments to this file (- prints it) and train nothing.")
+        Path | None, typer.Option(help="Write the recipe with comments to this file (- prints it), and do not train.")
     ] = None,
 ) -> None:
-    """Train a head for a target, from target and data alone or by a recipe."""
+    """Train a head for a target model.
+
+    Target and data are enough; a recipe sets everything else. Run the command again with --resume to resume.
+    """
     if init is not None:
         if overrides or (config and (target or data or method or output)):
             raise SpeculateError("--init writes a recipe as it is: edit the file instead of giving other options.")

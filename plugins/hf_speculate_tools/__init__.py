@@ -1,0 +1,1 @@
+"""The command line's entry: it answers `--help` and `--version` before anything heavy is imported."""
