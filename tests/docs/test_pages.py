@@ -11,7 +11,6 @@ import pytest
 from .pages import PAGES, README, REPOSITORY, blocks, links, name_of, spans
 
 
-MAX_README = 7 * 1024
 _ADDRESS = re.compile(r"^[a-z]+:")
 # (transformers has folders in `tests`, too.)
 _OF_THE_REPOSITORY = re.compile(r"^((docs|examples|hf_speculate|plugins|training)/[\w./*-]*\w/?|tests/[\w./*-]*\.\w+)$")
@@ -39,10 +38,6 @@ def test_targets_of_make_exist(page):
     named = {name for text in code for name in re.findall(r"^make ([a-z][\w-]*)", text, re.MULTILINE)}
     missing = {name for name in named if name not in targets and f"{name}:" not in targets}
     assert not missing, f"{name_of(page)} names {missing}"
-
-
-def test_the_readme_is_short():
-    assert len(README.read_bytes()) <= MAX_README
 
 
 def test_the_first_snippet_of_the_readme_ends_in_generate_and_shows_the_text():
