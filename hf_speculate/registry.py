@@ -71,7 +71,7 @@ def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
 
 
 def load_installed(point: EntryPoint, kind: type[Member]) -> type[Member]:
-    """The class behind an entry point; raises `SpeculateError` if it is not a subclass of `kind`."""
+    """The class of an entry point; raises `SpeculateError` if it is not a subclass of `kind`."""
     found = point.load()
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise SpeculateError(

@@ -275,7 +275,7 @@ def _static_use(
     choice = None
     if Compiler.records(call.input_ids.device):
         # Rows that have ended continue with padding, which is not chosen.
-        reason = "rows go on with padding" if rows.are_padded else reason_for_host(sampler)
+        reason = "ended rows continue with padding" if rows.are_padded else reason_for_host(sampler)
         choice = None if reason else BatchedChoice(sampler.processors, sampler.noise is not None)
         if reason:
             stats.fallbacks[f"tokens are chosen on the host: {reason}"] += 1

@@ -160,7 +160,7 @@ def test_a_head_without_config_or_weights_is_refused(tiny_model, tmp_path):
     folder = write_eagle_head(tmp_path / "head", 32, 96)
     (tmp_path / "head" / "config.json").rename(tmp_path / "config.json")
     with pytest.raises(
-        CheckpointError, match=r"head has no config\.json, which says num_attention_heads and RoPE: copy it"
+        CheckpointError, match=r"head has no config\.json, which gives num_attention_heads and RoPE: copy it"
     ):
         AutoSpeculator.from_pretrained(folder, target=tiny_model())
     tiny_model(seed=1).save_pretrained(tmp_path / "model")
@@ -175,7 +175,7 @@ def test_a_head_without_config_or_weights_is_refused(tiny_model, tmp_path):
 def test_a_head_of_a_kind_that_nobody_reads(tiny_model, tmp_path):
     save_file({"hidden_norm.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"architectures": ["DFlashDraftModel"], "speculators_model_type": "peagle"}')
-    message = r"config\.json says peagle / DFlashDraftModel, .* The nearest is 'eagle', whose tensors it does not have"
+    message = r"config\.json names peagle / DFlashDraftModel, .* The nearest is 'eagle', whose tensors it does not have"
     with pytest.raises(CheckpointError, match=message):
         AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
 

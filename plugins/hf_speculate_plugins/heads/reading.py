@@ -55,7 +55,7 @@ class Reading:
         device = head.device
         self.prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
         self.prompt_positions = positions.to(device)
-        # Behind the prompt, position = index in the cache + shift.
+        # After the prompt, position = index in the cache + shift.
         last_index = self.cache.append_index + positions.shape[1] - 1
         self._shifts = [last - last_index for last in positions[:, -1].tolist()]
 

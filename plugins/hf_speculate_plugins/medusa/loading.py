@@ -265,7 +265,7 @@ def _take_outputs(
 
 
 def _stack_outputs(folder: str, outputs: list[Tensor], token_ids: Tensor | None) -> Tensor | None:
-    """The output matrices [D, Vd, H]. Beside a `token_map` they may be full: only the mapped rows count (vLLM)."""
+    """The output matrices [D, Vd, H]. With a `token_map` they may be full: only the mapped rows count (vLLM)."""
     if not outputs:
         return None
     num_rows = len(outputs[0])

@@ -60,10 +60,10 @@ class Vocabulary:
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens after others."""
         if len(tokens) > 1:
-            return self._behind_anchor(tokens)
+            return self._after_anchor(tokens)
         piece = self._pieces.get(tokens[0])
         if piece is None:
-            piece = self._pieces[tokens[0]] = self._behind_anchor(tokens)
+            piece = self._pieces[tokens[0]] = self._after_anchor(tokens)
         return piece
 
     def tokens(self, last: int, text: str, probe: str) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Vocabulary:
                 found.append(token)
         return found
 
-    def _behind_anchor(self, tokens: Sequence[int]) -> str:
+    def _after_anchor(self, tokens: Sequence[int]) -> str:
         return self._decode([*self._anchor, *tokens])[len(self._decode(self._anchor)) :]
 
     def _encode(self, text: str) -> list[int]:

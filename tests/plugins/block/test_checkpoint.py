@@ -152,7 +152,7 @@ def test_the_mask_token_under_other_names_and_given(tmp_path, name):
     model, folder = target(), zlab(tmp_path)
     token = BlockDrafter.from_folder(str(folder), model).spec.mask_token_id
     edited(folder, lambda config: config["dflash_config"].pop("mask_token_id"))
-    with pytest.raises(CheckpointError, match=r"lacks mask_token_id.*give mask_token_id="):
+    with pytest.raises(CheckpointError, match=r"lacks mask_token_id.*pass mask_token_id="):
         BlockDrafter.from_folder(str(folder), model)
     assert BlockDrafter.from_folder(str(folder), model, mask_token_id=3).spec.mask_token_id == 3
     edited(folder, lambda config: config.update({name: token}))

@@ -216,7 +216,7 @@ class TestMasksOfParallelHeads:
 
     def test_a_file_that_does_not_name_it(self, head, tmp_path):
         folder = head("speculators-parallel", change=lambda config, _: config.pop("mask_token_id"))
-        with pytest.raises(CheckpointError, match=r"does not name its mask token .* give mask_token_id="):
+        with pytest.raises(CheckpointError, match=r"does not name its mask token .* pass mask_token_id="):
             EagleDrafter.from_folder(folder, target())
         assert EagleDrafter.from_folder(folder, target(), mask_token_id=3).spec.mask_token_id == 3
         with pytest.raises(CheckpointError, match="a mask token without a known id"):

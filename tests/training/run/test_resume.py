@@ -226,7 +226,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(recipe_values, finishe
         train_head(recipe_from(recipe_values))
     assert caught.value.checkpoint == folder / "checkpoint-3"
     recipe_file = folder / "recipe.local.yaml"
-    assert f"Go on: hf-speculate train --config {recipe_file} --resume" in str(caught.value)
+    assert f"Resume: hf-speculate train --config {recipe_file} --resume" in str(caught.value)
     assert not list(folder.glob(".train*"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.undo()

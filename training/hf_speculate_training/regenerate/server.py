@@ -31,7 +31,7 @@ _REFUSALS = (400, 422)  # of a field that a server does not know
 
 
 class ServerEngine(Engine):
-    """A model that is served elsewhere.
+    """A model on a server.
 
     Args:
         connection: connection to the server.

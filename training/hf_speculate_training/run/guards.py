@@ -33,7 +33,7 @@ class InterruptedTrainingError(SpeculateError, RuntimeError):
     exit_code = 130
 
     def __init__(self, checkpoint: Path, how_to_go_on: str):
-        super().__init__(f"training was interrupted; {checkpoint} holds it. Go on: {how_to_go_on}")
+        super().__init__(f"training was interrupted; {checkpoint} holds it. Resume: {how_to_go_on}")
         self.checkpoint = checkpoint
 
 
