@@ -93,7 +93,7 @@ def _section(group: str, commands: dict[str, str]) -> str:
 
 
 def _entry(name: str, about: str) -> str:
-    """A command with its help, wrapped beside the name."""
+    """A command with its help, wrapped next to the name."""
     first = f"  {name}".ljust(_NAMES)
     lines = textwrap.wrap(about, _WIDTH - _NAMES)
     if len(first) > _NAMES:  # a long name has a line of its own

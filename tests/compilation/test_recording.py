@@ -79,7 +79,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(replays, monkeypatch, logged):
         return Compiler(None, fallbacks).run(module, CPU, "key", doubled, lambda: arguments, pytest.fail)
 
     assert [call().item() for _ in range(4)] == [6.0] * 4
-    assert fallbacks == {"not recorded: recording failed (a warning said why)": 2}
+    assert fallbacks == {"not recorded: recording failed (a warning gave the reason)": 2}
     assert [line for line in logged() if "is not recorded" in line] == [
         "doubled is not recorded: operation not permitted when stream is capturing"
     ]

@@ -189,7 +189,7 @@ def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
         AutoSpeculator.from_pretrained("owner/head", target=tiny_model(), cache_dir=tmp_path, local_files_only=True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "heads" / "my-eagle3").mkdir(parents=True)
-    with pytest.raises(DrafterNotFoundError, match=r"no folder here \(Did you mean 'heads/my-eagle3'\?\)"):
+    with pytest.raises(DrafterNotFoundError, match=r"is not a folder here \(Did you mean 'heads/my-eagle3'\?\)"):
         AutoSpeculator.from_pretrained("heads/my-eagle", target=tiny_model(), cache_dir=tmp_path)
     with pytest.raises(DrafterNotFoundError, match=r"'eagle3'\. Did you mean 'eagle'\? .*Nor is it a folder"):
         AutoSpeculator.from_pretrained("eagle3", target=tiny_model(), cache_dir=tmp_path)

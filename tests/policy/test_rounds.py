@@ -143,7 +143,7 @@ class TestPolicies:
             ({"policy": "fixed"}, TypeError, "DraftPolicy"),
             ({"acceptance": "maybe"}, ValueError, "'match' or 'typical'"),
             ({"posterior_alpha": 0.3}, ValueError, "thresholds"),
-            ({"compile": "no such backend"}, ValueError, "no backend"),
+            ({"compile": "no such backend"}, ValueError, "is not a backend"),
             ({"speed": 3}, TypeError, "speed"),
         ],
     )

@@ -363,7 +363,7 @@ def test_files_that_are_no_heads(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", {"llama.block_count": 1}, {"token_embd.weight": torch.ones(4, 32)})
     assert tensor_shapes(str(path)) == {}
-    with pytest.raises(CheckpointError, match=r"no head.*draft_model:model=FILE"):
+    with pytest.raises(CheckpointError, match=r"no installed drafter.*draft_model:model=FILE"):
         AutoSpeculator.from_pretrained(path, target=target())
     with pytest.raises(CheckpointError, match="architecture 'llama', not a draft head"):
         read_checkpoint(str(path))
