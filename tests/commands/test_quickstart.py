@@ -17,14 +17,14 @@ pytestmark = pytest.mark.rest
 @pytest.fixture
 def demo(monkeypatch, capsys):
     """Runs the demo with arguments, without SmolLM2; what it printed."""
-    spec = importlib.util.spec_from_file_location("quickstart", REPOSITORY / "examples" / "quickstart.py")
+    spec = importlib.util.spec_from_file_location("demo", REPOSITORY / "examples" / "demo.py")
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "quickstart", module)  # dataclasses look for it
+    monkeypatch.setitem(sys.modules, "demo", module)  # dataclasses look for it
     spec.loader.exec_module(module)
     monkeypatch.setattr("hf_speculate.models.named._file_in_package", lambda *_: None)
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["quickstart.py", "--tokens", "24", *arguments])
+        monkeypatch.setattr(sys, "argv", ["demo.py", "--tokens", "24", "--repeats", "1", *arguments])
         module.main()
         return capsys.readouterr().out
 
@@ -45,7 +45,10 @@ def test_without_smollm2_it_says_so_and_ends_in_what_to_type_next(demo):
 
 def test_json_has_the_figures_of_every_block_and_nothing_else_is_printed(demo):
     (block,) = json.loads(demo("--json"))["blocks"]
-    assert block["identical"] in (True, "proven tie")
-    assert (block["target"], block["drafter"], block["new_tokens"]) == ("pycoder", "eagle3+suffix", 24)
-    assert block["mean_acceptance_length"] > 1.5
-    assert block["sampled"]["identical_bf16_share"] > 0
+    plain, ours = block["rows"]
+    assert (plain["way"], ours["way"]) == ("transformers", "EAGLE-3 head + suffix")
+    assert ours["new_tokens"] == plain["new_tokens"] == 24
+    assert ours["mean_acceptance_length"] > 1.5
+    for request in ("greedy", "temperature 0.8"):
+        assert plain[request]["same_text"] is None
+        assert ours[request]["same_text"] in (True, "proven tie")
