@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.bench import fixed_length
 from hf_speculate.commands import prepare, say_json, side_by_side
 from hf_speculate.gguf import read_model_file, read_tokenizer
 from hf_speculate.models import NAMED_TARGETS, QWEN_CODER, SMOLLM2, NamedTarget
@@ -35,6 +36,7 @@ from hf_speculate.testing import check_lossless
 
 
 HERE = Path(__file__).resolve().parent
+PYCODER_HEAD = f"{HERE / 'pycoder-eagle3'}+suffix"
 REQUESTS = {
     "greedy": {"do_sample": False},
     "temperature 0.8": {"do_sample": True, "temperature": 0.8},
@@ -82,9 +84,8 @@ class Way:
     def generate(self, ids: torch.Tensor, request: dict[str, Any], **more: Any) -> torch.Tensor:
         """New tokens, int64 [length]. Texts do not end at EOS, so that all ways write as many."""
         torch.manual_seed(0)
-        ends = {"max_new_tokens": self.length, "eos_token_id": None, "pad_token_id": 0}
-        mask = torch.ones_like(ids)
-        output = self.model.generate(ids, attention_mask=mask, **ends, **request, speculator=self.speculator, **more)
+        arguments = fixed_length(self.length) | request | more
+        output = self.model.generate(ids, attention_mask=torch.ones_like(ids), speculator=self.speculator, **arguments)
         return output[0, ids.shape[1] :]
 
 
@@ -156,7 +157,7 @@ def packed(target: NamedTarget, path: str, prompts: list[str]) -> Block:
 def pycoder() -> Block:
     def ways(length: int) -> list[Way]:
         model = AutoModelForCausalLM.from_pretrained(HERE / "pycoder", dtype=torch.float32).eval()
-        speculator = AutoSpeculator.from_pretrained(f"{HERE / 'pycoder-eagle3'}+suffix", target=model)
+        speculator = AutoSpeculator.from_pretrained(PYCODER_HEAD, target=model)
         return [
             Way("transformers", model, None, length),
             Way("EAGLE-3 head + suffix", model, speculator, length),
@@ -198,6 +199,7 @@ def measure(block: Block, ways: Sequence[Way], repeats: int) -> None:
                     seconds[index] += time.perf_counter() - start
             for index, way in enumerate(ways):
                 way.rates.setdefault(name, []).append(len(inputs) * way.length / seconds[index])
+        # Of the last pass: the speculative way is the last one, the plain one on the same weights the one before it.
         ours, plain = texts[len(ways) - 1 :: len(ways)], texts[len(ways) - 2 :: len(ways)]
         ways[-1].same_text[name] = all(map(torch.equal, ours, plain)) or proven(ways[-1], inputs, request)
 
@@ -205,8 +207,7 @@ def measure(block: Block, ways: Sequence[Way], repeats: int) -> None:
 def proven(way: Way, inputs: list[torch.Tensor], request: dict[str, Any]) -> str:
     """Proves that texts which differ do so by a numerical tie; raises `LosslessnessError` if they do not."""
     seeds = (0,) if request["do_sample"] else (None,)
-    length = {"max_new_tokens": way.length, "eos_token_id": None, "pad_token_id": 0}
-    check_lossless(way.model, way.speculator, inputs, seeds=seeds, **length, **request)
+    check_lossless(way.model, way.speculator, inputs, seeds=seeds, **(fixed_length(way.length) | request))
     return "proven tie"
 
 
@@ -259,10 +260,8 @@ def show_stream(console: Console, block: Block, ways: Sequence[Way]) -> None:
 def show_tree(console: Console, block: Block, way: Way) -> None:
     """The draft of one round, drawn."""
     # A fixed policy: an adaptive one begins with small trees.
-    fixed = AutoSpeculator.from_pretrained(
-        f"{HERE / 'pycoder-eagle3'}+suffix", target=way.model, adaptive=False, max_nodes=12
-    )
-    request = REQUESTS["temperature 0.8"] | {"max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0}
+    fixed = AutoSpeculator.from_pretrained(PYCODER_HEAD, target=way.model, adaptive=False, max_nodes=12)
+    request = fixed_length(64) | REQUESTS["temperature 0.8"]
     rounds = hf_speculate.rounds(way.model, block.inputs()[0], **request, speculator=fixed)
     best = max(rounds, key=lambda round: (min(len(round.tokens[0]), 4), round.num_nodes))
     console.print("\nOne round: ● was accepted, ★ is the token that the target chose itself")

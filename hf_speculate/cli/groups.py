@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +13,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from hf_speculate_tools.endings import INTERRUPTED, MISUSED, drop_stdout
 from hf_speculate_tools.overview import COMMANDS_GROUP, overview
 
 from ..commands import say
 from ..errors import SpeculateError, first_line
 from ..messages import message, printable
-
-
-INTERRUPTED = 130  # status that shells give to a command that Ctrl-C ended
 
 
 class LiteralGroup(TyperGroup):
@@ -40,7 +37,7 @@ class LiteralGroup(TyperGroup):
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         if not args and self.no_args_is_help:
             say(ctx.get_help())
-            raise typer.Exit(2)
+            raise typer.Exit(MISUSED)
         return super().parse_args(ctx, args)
 
 
@@ -118,12 +115,11 @@ def _take_any_text() -> None:
 
 
 def _has_lost_stdout() -> bool:
-    """Whether stdout cannot be written. Its text is then dropped: Python would otherwise try again at exit, and
-    fail."""
+    """Whether stdout cannot be written. Its text is then dropped."""
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         return True
     return False
 

@@ -33,6 +33,16 @@ class Average:
         self.total *= MEMORY
         self.weight *= MEMORY
 
+    def follow(self, value: float) -> None:
+        """Adds the newest value, and gives all earlier ones less weight."""
+        self.fade()
+        self.add(value)
+
+    @property
+    def mean(self) -> float | None:
+        """The average; None without values."""
+        return self.total / self.weight if self.weight else None
+
     def near(self, prior: float) -> float:
         """The mean, with `prior` counted as one more observation."""
         return (self.total + prior) / (self.weight + 1)

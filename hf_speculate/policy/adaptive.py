@@ -122,8 +122,7 @@ class AdaptiveSession(PolicySession):
         return self._deepening
 
     def num_nodes(self) -> float | None:
-        nodes = self.known.nodes
-        return nodes.total / nodes.weight if nodes.weight else None
+        return self.known.nodes.mean
 
     def deepening_ahead(self) -> Deepening | None:
         return WhilePaying(self.known.acceptance, self._situation.rows, self._price_of_level)

@@ -51,7 +51,7 @@ class KeptCosts(RoundCosts):
         """Writes the costs to disk about once a minute, on a thread, as a disk may be slow.
 
         A process that has hardly drafted writes nothing: it would overwrite what an earlier process has learnt. Nor
-        does a machine on which others have been busy in the last minute: its costs do not hold when they have ended.
+        does one while other processes keep the machine busy: its costs do not hold when they have ended.
         """
         if self._others is None or time.monotonic() < self._next_write or not self.rounds.is_established(1):
             return

@@ -159,8 +159,7 @@ class CombinedSession(DraftSession):
                 part.draft(state)
                 merged = self._merged(self._parts, state)
                 alone = merged if is_first else self._merged([part], state)
-                part.known.lengths.fade()
-                part.known.lengths.add(_worth(alone, state))
+                part.known.lengths.follow(_worth(alone, state))
         return DraftTree.from_rows(merged)
 
     def close(self) -> None:
@@ -199,10 +198,8 @@ class CombinedSession(DraftSession):
 
     def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
         """Whether the drafts so far are worth as much as those of `part` as a rule."""
-        lengths = part.known.lengths
-        if not self._is_selective or not lengths.weight:
-            return False
-        return _worth(drafted, state) >= lengths.total / lengths.weight
+        usual = part.known.lengths.mean
+        return self._is_selective and usual is not None and _worth(drafted, state) >= usual
 
     def _learn(self, tokens: list[list[int]], lengths: list[int]) -> None:
         rows = [row for row, length in enumerate(lengths) if length]

@@ -44,9 +44,8 @@ class Gain:
 
     def add(self, tokens: float, seconds: float) -> None:
         """Records a draft."""
-        for average, value in ((self.tokens, tokens), (self.seconds, seconds)):
-            average.fade()
-            average.add(value)
+        self.tokens.follow(tokens)
+        self.seconds.follow(seconds)
         self.num_left_out = 0
 
     def net(self, pace: float | None) -> float:
@@ -85,9 +84,8 @@ class Pace:
         """Ends the time of the previous rounds."""
         now = perf_counter()
         if self._since is not None and self._tokens:
-            for average, value in ((self._seconds, now - self._since), (self._emitted, self._tokens)):
-                average.fade()
-                average.add(value)
+            self._seconds.follow(now - self._since)
+            self._emitted.follow(self._tokens)
         self._since, self._tokens = now, 0.0
 
     def emitted(self, tokens: float) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 
+from .endings import INTERRUPTED, MISUSED, drop_stdout
 from .overview import overview, version_line
-
-
-_MISSING_COMMAND = 2  # status of a command line that cannot be understood
-_INTERRUPTED = 130  # status that shells give to a command that Ctrl-C ended
 
 
 def main() -> None:
@@ -22,7 +18,7 @@ def main() -> None:
         _print(version_line())
     elif first is None:
         _print(overview())
-        raise SystemExit(_MISSING_COMMAND)
+        raise SystemExit(MISUSED)
     else:
         _run_command()
 
@@ -32,7 +28,7 @@ def _run_command() -> None:
         from hf_speculate.cli import app  # imports torch and transformers: seconds that the answers above do not cost
     except KeyboardInterrupt:
         sys.stderr.write("hf-speculate: interrupted.\n")
-        raise SystemExit(_INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
     app(prog_name="hf-speculate")
 
 
@@ -41,8 +37,7 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # Python would otherwise try to write the text again at exit, and fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         if error.errno != errno.EPIPE:  # a reader that has gone needs no message
             sys.stderr.write(f"hf-speculate: error: cannot write to stdout: {error.strerror}\n")
         raise SystemExit(1) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from hf_speculate.commands import ModelShape, shapes
 from hf_speculate.errors import SpeculateError
+from hf_speculate.models import QWEN_CODER, SMOLLM2
 
-from ..benchmarks import ahead, costs, edits, gguf, heads, tools, train
+from ..benchmarks import ahead, costs, edits, gguf, headline, headline_picture, heads, tools, train
 from ..benchmarks.command import run
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
@@ -70,6 +72,36 @@ def test_drafting_ahead_is_measured():
     assert rows[0.0, ahead.AHEAD]["share_right"] == 0
     assert rows[0.0, ahead.WAITS]["speedup"] == 1
     assert len(ahead.tables(result)[0].rows) == 6
+
+
+class TestHeadline:
+    def test_all_methods_write_the_same_prompts_on_one_file(self, tmp_path):
+        if SMOLLM2.find() is None:
+            pytest.skip("SmolLM2 is not on this machine")
+        pytest.importorskip("matplotlib")
+        settings = headline.HeadlineSettings(target="smollm2", limit=1, max_new_tokens=6, llama_cpp=None)
+        result = headline.bench_headline(settings)
+        methods = [headline.STOCK, headline.PLAIN, "suffix", "smollm2-eagle3", "smollm2-eagle3+suffix"]
+        assert [row["method"] for row in result["rows"]] == methods * 2
+        shares = [(row["identical"] or {}).get("share") for row in result["rows"]]
+        assert shares == [None, None, 1.0, 1.0, 1.0] * 2
+        (table,) = headline.tables(result)
+        assert [row[0] for row in table.rows] == methods
+        (picture,) = headline_picture.draw(result, tmp_path / "new")
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_a_target_without_a_head_is_refused(self):
+        with pytest.raises(SpeculateError, match="'gpt2' has no bundled head; possible are smollm2, qwen2"):
+            headline.bench_headline(headline.HeadlineSettings(target="gpt2"))
+
+    def test_what_is_missing_is_named(self, monkeypatch, capsys):
+        nothing = [replace(target, find=lambda: None) for target in (QWEN_CODER, SMOLLM2)]
+        monkeypatch.setattr(headline, "QWEN_CODER", nothing[0])
+        monkeypatch.setattr(headline, "SMOLLM2", nothing[1])
+        with pytest.raises(SpeculateError, match="no GGUF file to measure"):
+            headline.bench_headline(headline.HeadlineSettings())
+        told = capsys.readouterr().err
+        assert all(f"{target.name} is left out" in told for target in nothing)
 
 
 def test_every_kind_of_head_is_measured():

@@ -37,10 +37,11 @@ def run(
     settings: type[Any],
     measure: Callable[[Any], dict[str, Any]],
     tables: Callable[[dict[str, Any]], Sequence[Grid | str]],
+    draw: Callable[[dict[str, Any], Path], Sequence[Path]] | None = None,
 ) -> None:
-    """Runs a benchmark from the command line; an error is one line."""
+    """Runs a benchmark from the command line; an error is one line. `draw` makes pictures for `--plot`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    add_command(app, measure.__name__, settings, measure, tables)
+    add_command(app, measure.__name__, settings, measure, tables, draw=draw)
     try:
         app()
     except SpeculateError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -12,8 +11,9 @@ import torch
 import typer
 
 from hf_speculate.bench.engines import LLAMA_CPP, LlamaCppPython, engine_methods
-from hf_speculate.bench.methods import Method, speculator_methods
-from hf_speculate.bench.runs import Request, TimedRun, batches, fixed_length, measure_in_turn, num_steps
+from hf_speculate.bench.identity import compare_texts
+from hf_speculate.bench.methods import Method, eager_method, speculator_methods
+from hf_speculate.bench.runs import Request, batches, fixed_length, measure_in_turn, num_steps
 from hf_speculate.bench.summary import summarize
 from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.commands import (
@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / ".venv-llama"  # made by `make llama-cpp`
 
 STOCK, PLAIN = "transformers, weights dequantised to bf16", "packed weights, no drafts"
+MAX_PROOFS = 8  # divergences of a method that are proven to be ties
 
 
 @dataclass(kw_only=True)
@@ -59,21 +60,20 @@ class HeadlineSettings:
     temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
     repeats: Repeats = 1
     llama_cpp: LlamaCppPython = str(LLAMA / "bin/python") if (LLAMA / ".installed").is_file() else None
-    picture: Annotated[Path | None, typer.Option(help="Draw a bar chart into this PNG file (needs matplotlib).")] = None
 
 
 def bench_headline(settings: HeadlineSettings) -> dict[str, Any]:
     """Tokens per second of transformers, llama.cpp and this package on one GGUF file.
 
     Returns:
-        JSON-serialisable: `rows`, one for each method and temperature, as those of `bench_generate`, with `same_text`:
-        share of the texts that equal those of plain `generate` on the packed weights (of speculators).
+        JSON-serialisable: `rows`, one for each method and temperature, as those of `bench_generate`; the texts of
+        speculators are compared with those of plain `generate` on the packed weights.
     """
     check_temperatures(*settings.temperatures)
     name = settings.target or _first_target()
-    head = ROOT / "examples" / NAMED_TARGETS[name].head if name in NAMED_TARGETS else None
-    if head is None:
+    if name not in NAMED_TARGETS:
         raise SpeculateError(f"target {name!r} has no bundled head; possible are {', '.join(NAMED_TARGETS)}.")
+    head = ROOT / "examples" / NAMED_TARGETS[name].head
     workload = load_workload(
         WorkloadSettings(
             target=name, prompts=settings.prompts, limit=settings.limit, max_new_tokens=settings.max_new_tokens
@@ -86,16 +86,18 @@ def bench_headline(settings: HeadlineSettings) -> dict[str, Any]:
     requests = batches(workload.prompts, 1, torch.device("cpu"))
     if settings.llama_cpp is None:
         say("llama.cpp is left out: `make llama-cpp` compiles it for this machine.", err=True)
-    engines = {LLAMA_CPP: settings.llama_cpp}
-    with engine_methods(engines, target_path(name), longest) if settings.llama_cpp else nullcontext([]) as others:
+    with engine_methods({LLAMA_CPP: settings.llama_cpp}, target_path(name), longest) as others:
         stock = [Method(name=STOCK, kind="eager", model=dense)]
-        methods = [*stock, *others, Method(name=PLAIN, kind="eager"), *ours]
+        methods = [*stock, *others, eager_method(), *ours]
         rows = _rows(settings, workload.model, methods, requests)
-    result = {"bench": "headline", **workload.describe(), "max_new_tokens": settings.max_new_tokens}
-    result |= {"repeats": settings.repeats, "head": head.name, "rows": rows}
-    if settings.picture is not None:
-        draw(result, settings.picture)
-    return result
+    return {
+        "bench": "headline",
+        **workload.describe(),
+        "head": head.name,
+        "max_new_tokens": settings.max_new_tokens,
+        "repeats": settings.repeats,
+        "rows": rows,
+    }
 
 
 def _first_target() -> str:
@@ -111,23 +113,16 @@ def _rows(
     settings: HeadlineSettings, model: Any, methods: Sequence[Method], requests: Sequence[Request]
 ) -> list[dict[str, Any]]:
     total = len(settings.temperatures) * num_steps(len(methods), len(requests), settings.repeats)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress("headline", total=total) as advance:
         for temperature in settings.temperatures:
             arguments = fixed_length(settings.max_new_tokens, temperature)
             runs = measure_in_turn(model, methods, requests, arguments, settings.repeats, advance)
-            for row in summarize(1, temperature, runs, methods, {}):
-                rows.append(row | {"same_text": _same_text(runs, row["method"], row["kind"])})
-    return rows
-
-
-def _same_text(runs: Sequence[TimedRun], method: str, kind: str) -> float | None:
-    """Share of a speculator's texts that equal those of plain `generate` on the same weights, token for token."""
-    if kind != "speculator":
-        return None
-    texts = {(run.method, run.request): run.rows for run in runs}
-    ours = [(request, rows) for (name, request), rows in texts.items() if name == method]
-    return sum(rows == texts[PLAIN, request] for request, rows in ours) / len(ours)
+            identical = {
+                method.name: compare_texts(model, method, runs, requests, arguments, MAX_PROOFS) for method in methods
+            }
+            rows += summarize(1, temperature, runs, methods, identical)
+    return [row | {"method": PLAIN if row["method"] == eager_method().name else row["method"]} for row in rows]
 
 
 def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
@@ -141,7 +136,7 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
         name = "greedy" if key == "T=0" else key
         columns[f"{name},\ntokens/s"] = f"{{{key}[tokens_per_second][median]:.1f}}"
         columns[f"{name},\nx transformers"] = f"{{{key}[speedup][{STOCK}]:.2f}}x"
-        columns[f"{name},\nsame text"] = f"{{{key}[same_text]:.0%}}"
+        columns[f"{name},\nsame text"] = f"{{{key}[identical][share]:.0%}}"
     title = (
         f"{result['target']}, {env['device']}, {env['threads']} threads: {result['num_prompts']} prompts of "
         f"{', '.join(Path(name).stem for name in result['prompt_sets'])}, {result['max_new_tokens']} new tokens each"
@@ -154,4 +149,4 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
 
 
 if __name__ == "__main__":
-    run(HeadlineSettings, bench_headline, tables)
+    run(HeadlineSettings, bench_headline, tables, draw)

@@ -14,16 +14,16 @@ _TEXT, _OTHERS, _OURS = "#7d8590", "#8b949e", "#1f883d"
 _BAR = 0.38
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(result: dict[str, Any], folder: Path) -> list[Path]:
     """Draws tokens per second of every method: greedy in full colour, sampled in a lighter one.
 
+    Returns:
+        The PNG file, `headline.png`.
     Raises:
-        SpeculateError: matplotlib is not installed, or the file cannot be written.
+        SpeculateError: the folder cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SpeculateError("--picture needs matplotlib: pip install 'hf-speculate[plots]'.") from error
+    from matplotlib.figure import Figure
+
     names = list(dict.fromkeys(row["method"] for row in result["rows"]))
     temperatures = list(dict.fromkeys(row["temperature"] for row in result["rows"]))
     figure = Figure(figsize=(8.6, 0.5 + 0.62 * len(names)), layout="constrained")
@@ -44,12 +44,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axis.xaxis.label.set_color(_TEXT)
     axis.spines[["top", "right", "bottom", "left"]].set_visible(False)
     axis.set_xticks([])
-    file = Path(user_path(path))
+    file = Path(user_path(folder), "headline.png")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, format="png", dpi=160, transparent=True)
+        figure.savefig(file, dpi=160, transparent=True)
     except OSError as error:
-        raise SpeculateError(f"cannot write the picture to {file}: {error}") from error
+        raise SpeculateError(f"cannot write the picture {file}: {error}") from error
+    return [file]
 
 
 def _short(name: str, result: dict[str, Any]) -> str:

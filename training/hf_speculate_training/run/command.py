@@ -12,6 +12,7 @@ from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import user_path
 from hf_speculate.hub import read_provenance
+from hf_speculate_tools.endings import INTERRUPTED
 
 from .arguments import end_process_group, process_index
 from .defaults import Choice, commented_recipe, default_choices, recipe_values
@@ -23,7 +24,6 @@ from .run import prepare, train_head
 
 
 _METHOD = "eagle3"
-_INTERRUPTED = 130  # a shell's exit code for Ctrl-C
 
 TRAIN_EXAMPLES = """
 \b
@@ -98,7 +98,7 @@ def train(
         folder = train_head(recipe, resume=resume)
     except InterruptedTrainingError as error:
         say(str(error), err=True)
-        raise typer.Exit(_INTERRUPTED) from error
+        raise typer.Exit(INTERRUPTED) from error
     end_process_group()
     if leads:
         say(f"{folder} holds the head: AutoSpeculator.from_pretrained({str(folder)!r}, target=model)")
