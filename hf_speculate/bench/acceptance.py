@@ -30,7 +30,7 @@ from .workload import WorkloadSettings, describe_target, load_workload
 class AcceptanceSettings(WorkloadSettings):
     """Options of `bench acceptance`.
 
-    `nodes` become the drafter's option `max_nodes`, unless the speculator's own options say otherwise.
+    `nodes` become the drafter's option `max_nodes`, unless the speculator's own options set it.
     """
 
     QUICK: ClassVar = {"limit": 3, "max_new_tokens": 32}
@@ -157,7 +157,7 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
             rows,
             columns,
             groups=("temperature", "speculator"),
-            caption="tokens a round: rounds without a draft included, which the mean acceptance length leaves out; ± "
+            caption="tokens per round: rounds without a draft included, which the mean acceptance length leaves out; ± "
             "is its standard error over the prompts; by depth: unconditional rates.",
         )
     ]

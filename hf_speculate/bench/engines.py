@@ -1,4 +1,4 @@
-"""Other engines beside us, on the same GGUF file: each is a process of another interpreter that has its package.
+"""Other engines on the same GGUF file: each is a process of another interpreter that has its package.
 
 `bench generate --llama-cpp` runs llama.cpp: llama-cpp-python, which compiles it for the machine, or xllamacpp, a wheel
 of it and its server.
@@ -83,9 +83,9 @@ class OtherEngine:
 
     def __init__(self, kind: EngineKind, python: str, path: str, threads: int, context: int, speculation: str = "none"):
         self._kind = kind
-        # By its text, not by its path: it must not find the modules beside it.
+        # By its text, not by its path: it must not find the modules next to it.
         command = [python, "-c", kind.worker.read_text(), path, str(threads), str(context), speculation]
-        # A file: nobody reads a pipe while a text is written, and a full one stops the writer.
+        # A file: a pipe is not read while a text is written, and a full one stops the writer.
         self._messages = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._messages}
         try:
@@ -107,7 +107,7 @@ class OtherEngine:
     def generate(
         self, input_ids: Tensor, *, max_new_tokens: int, do_sample: bool = False, temperature: float = 1.0, **_: Any
     ) -> Any:
-        """Writes a text behind int64 [1, S], EOS not counting as an end.
+        """Writes a text after int64 [1, S], EOS not counting as an end.
 
         Returns:
             An object with `sequences`, int64 [1, S + new]. Engines tell only how many tokens they wrote: these are -1.
@@ -147,7 +147,7 @@ def engine_methods(pythons: Mapping[EngineKind, str | None], path: str, context:
         path: the GGUF file.
         context: maximum number of tokens of prompt and text together.
     Raises:
-        SpeculateError: the target is no GGUF file, there is no such interpreter, or an engine cannot load the file.
+        SpeculateError: the target is not a GGUF file, there is no such interpreter, or an engine cannot load the file.
     """
     with ExitStack() as stack:
         methods = []

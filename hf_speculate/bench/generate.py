@@ -1,4 +1,4 @@
-"""`bench generate` and `bench batch`: tokens per second beside stock `generate`; the package defines the figures."""
+"""`bench generate` and `bench batch`: tokens per second next to stock `generate`; the package defines the figures."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Method:
         kind: all but "speculator" are baselines.
         arguments: arguments of `generate` beyond those that all methods share.
         spec: the speculator as the user named it.
-        fresh: maker of further arguments, anew for every call, before the clock starts.
+        fresh: maker of further arguments, made again for every call, before the clock starts.
         compiles: whether it warms up with whole passes over the requests, until one of them compiles nothing.
         model: the model that generates, where it is not the one that all methods share.
     """

@@ -202,7 +202,7 @@ def measure_in_turn(
 
 
 def _warm_up(model: GenerativeModel, method: Method, requests: Sequence[Request], arguments: dict[str, Any]) -> None:
-    """Runs a few tokens behind the longest prompt; for methods that compile, whole passes."""
+    """Runs a few tokens after the longest prompt; for methods that compile, whole passes."""
     if not method.compiles:
         longest = max(requests, key=lambda request: request.length)
         count = min(arguments["max_new_tokens"], WARM_UP_TOKENS)

@@ -198,7 +198,7 @@ def _cut(prompts: Sequence[tuple[str, Tensor]], taken: slice) -> list[tuple[str,
 def _later_turns(
     prompt: Prompt, model: GenerativeModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
 ) -> list[tuple[str, Tensor]]:
-    """Prompts of a conversation's later turns, behind the target's own greedy answers."""
+    """Prompts of a conversation's later turns, after the target's own greedy answers."""
     found, messages = [], prompt.messages
     for turn in prompt.later_turns:
         ids = chat_ids(messages, tokenizer)[None].to(model.device)

@@ -63,12 +63,12 @@ _NODES = 8  # nodes of the larger forward
 _PROMPTS, _LEAST_PROMPTS, _NEW_TOKENS, _REPEATS = 8, 2, 48, 3
 _SECONDS = 20.0  # target for all calls together, unless `_LEAST_PROMPTS` takes longer
 _MIN_ROUNDS = 10  # with a draft; fewer say nothing about a drafter
-_CLEAR = 1.05  # a speed-up below this is no reason to draft
+_CLEAR = 1.05  # a speed-up below this is too small to draft for
 
 _COLUMNS = {
     "backend": "{backend}",
     "drafter": "{drafter}",
-    "plain,\nms a token": "{token_ms:.1f}",
+    "plain,\nms per token": "{token_ms:.1f}",
     "forward\nof 1, ms": "{forward_ms[1]:.1f}",
     "forward\nof 8, ms": "{forward_ms[8]:.1f}",
     "round with\na draft, ms": "{round_ms:.1f}",
@@ -84,7 +84,7 @@ class Form:
     """The target on one backend, and the methods that are timed in turn.
 
     Attributes:
-        backend: name of the GGUF backend; "" if the target is no GGUF file.
+        backend: name of the GGUF backend; "" if the target is not a GGUF file.
         model: loaded target.
         plain: stock `generate`.
         drafting: `generate` with each drafter, by the drafter's text.
@@ -191,7 +191,7 @@ def _rounds(stats: SpeculationStats, token_ms: float) -> dict[str, Any]:
 
 
 def advise(rows: Sequence[dict[str, Any]]) -> str:
-    """The advice to the user: the drafter and backend that make the most tokens a second."""
+    """The advice to the user: the drafter and backend that make the most tokens per second."""
     best = max(rows, key=lambda row: max(row["speedup"] or 1.0, 1.0) / row["token_ms"])
     backend = f" --gguf-backend {best['backend']}" if best["backend"] else ""
     speedup, plain = best["speedup"], 1e3 / best["token_ms"]

@@ -125,7 +125,7 @@ def _has_lost_stdout() -> bool:
 
 
 def _load_command(point: EntryPoint):
-    """The command of an entry point. One that cannot be imported stays in the list and says why when it is called."""
+    """The command of an entry point. One that cannot be imported stays in the list; a call gives the reason."""
     try:
         loaded = point.load()
     except Exception as error:

@@ -131,7 +131,7 @@ class Session:
         return (DraftTypist if self.shows_drafts else Typist)(self.tokenizer, write)
 
     def run(self, ids: Tensor, streamer: Any, speculator: Speculator | None, **kwargs: Any) -> None:
-        """Generates behind a prompt of token ids, int64 [1, S]. With `shows_drafts` the streamer is told of rounds."""
+        """Generates after a prompt of token ids, int64 [1, S]. With `shows_drafts` the streamer is told of rounds."""
         ids = ids.to(self.model.device)
         prompt = {"inputs": ids, "attention_mask": torch.ones_like(ids), "tokenizer": self.tokenizer}
         request = {**prompt, **self.request, **kwargs}
@@ -144,9 +144,9 @@ class Session:
         streamer.end()
 
     def speed_line(self, typist: Typist) -> str:
-        """A line such as `128 tokens, 96.2 tokens/s, 2.10 tokens a round`."""
+        """A line such as `128 tokens, 96.2 tokens/s, 2.10 tokens per round`."""
         length = None if self.speculator is None else self.speculator.stats.tokens_per_round
-        return typist.speed + ("" if length is None else f", {length:.2f} tokens a round")
+        return typist.speed + ("" if length is None else f", {length:.2f} tokens per round")
 
 
 def print_piece(text: str, is_drafted: bool = False) -> None:

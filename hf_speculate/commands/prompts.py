@@ -66,7 +66,7 @@ def read_prompts(path: str | Path, limit: int | None = None, categories: Sequenc
         categories: names of the categories to take; None for all.
 
     Raises:
-        SpeculateError: there is no such file; it is no JSON, has none of the fields or no prompts; or a category is
+        SpeculateError: there is no such file; it is not JSON, has none of the fields or no prompts; or a category is
             unknown.
     """
     path = Path(user_path(path))

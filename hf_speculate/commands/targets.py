@@ -68,7 +68,7 @@ def load_target(
     _check_place(name_or_path)
     for name in file_names(name_or_path):
         if name.endswith((".json", ".safetensors", ".bin")):
-            check_regular(Path(name_or_path, name))  # transformers' error about a pointer of Git-LFS helps nobody
+            check_regular(Path(name_or_path, name))  # transformers' error names no pointer of Git-LFS
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)

@@ -64,7 +64,7 @@ def test_the_line_of_speed_counts_rounds_without_a_draft_too():
     stats.record_round(num_drafted=0, depth=0, num_emitted=1, num_accepted=0)
     session: Any = SimpleNamespace(speculator=SimpleNamespace(stats=stats))
     line = Session.speed_line(session, SimpleNamespace(speed="4 tokens"))  # pyright: ignore[reportArgumentType]
-    assert line == "4 tokens, 2.00 tokens a round"
+    assert line == "4 tokens, 2.00 tokens per round"
 
 
 class TestGenerate:

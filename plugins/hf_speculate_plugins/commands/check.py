@@ -183,7 +183,7 @@ def write_calibration(
         max_new_tokens: tokens that the target writes after each prompt.
         options: conventions that the head is read with.
     Raises:
-        CheckpointError: `head` is no local folder, or cannot be written to.
+        CheckpointError: `head` is not a local folder, or cannot be written to.
     """
     model, folder = unwrap(target), _writable(head)
     drafter = drafter_class_for(folder).from_folder(folder, model, **options)
@@ -215,7 +215,7 @@ def load_measured(target: str, dtype: str, device: torch.device, dense: bool = F
     model, tokenizer = load_target(target, dtype, device, gguf_backend="dense" if dense else "auto")
     if dense and quantization_label(model):
         model: Any = model.dequantize()
-    # No head was trained on text behind the target's end of text.
+    # No head was trained on text after the target's end of text.
     of_config: Any = model.config.get_text_config(decoder=True).eos_token_id
     of_tokenizer: Any = tokenizer.eos_token_id
     ends = {*(of_config if isinstance(of_config, list | tuple) else [of_config]), of_tokenizer} - {None}

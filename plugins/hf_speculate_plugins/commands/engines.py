@@ -70,7 +70,7 @@ def served(engine: EngineName, method: str) -> tuple[str, str]:
     """Layout and the engine's name of a method; raises `SpeculateError` if the engine serves no such heads."""
     if method not in _SERVED[engine]:
         others = [TITLES[name] for name, served_there in _SERVED.items() if method in served_there]
-        elsewhere = f"{' and '.join(others)} does" if others else "nobody known here does"
+        elsewhere = f"{' and '.join(others)} does" if others else "no engine known here does"
         methods = ", ".join(_SERVED[engine])
         raise SpeculateError(f"{TITLES[engine]} serves heads of {methods}, not of {method}; {elsewhere}.")
     return _SERVED[engine][method]

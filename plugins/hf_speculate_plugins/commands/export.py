@@ -178,7 +178,7 @@ def _refuse_added_tokens(engine: EngineName, drafter: Any, vocab_size: int) -> N
 
 
 def _stated_tokens(folder: str, drafter: Any) -> int | None:
-    """Number of tokens that the head's files have engines draft: a whole block, or what a speculators config says."""
+    """Number of tokens that the head's files have engines draft: a whole block, or a speculators config's number."""
     if drafter is BlockDrafter:
         return BlockDrafter.head_files.open(folder).spec.max_depth
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,9 @@ def names_of_threads():
 def group():
     """A group of this process alone."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not any("gloo" in name for name in names_of_threads()):
+        time.sleep(0.01)  # a thread gives itself its name after it has started
     yield
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -184,7 +184,7 @@ def regenerate_command(
         drafting, served = _speculator(speculator, model), unwrap(model).config
         if self_prompts is not None:
             drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
-            drawn = output.with_name(output.name + ".prompts")  # another suffix: these are no training data
+            drawn = output.with_name(output.name + ".prompts")  # another suffix: these are not training data
             records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
             options = replace(options, chat=True)
         answering = LocalEngine(model, tokenizer, options, drafting)

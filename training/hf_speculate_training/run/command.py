@@ -127,7 +127,7 @@ def _write_recipe(text: str, path: Path) -> None:
             file.write(text)
     except OSError as error:
         raise SpeculateError(f"cannot write the recipe {path}: {error}") from error
-    say(f"wrote {path}; go on with: hf-speculate train --config {path}", err=True)
+    say(f"wrote {path}; continue with: hf-speculate train --config {path}", err=True)
 
 
 # An app, so that the help shows the examples.
