@@ -124,7 +124,7 @@ def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
     identical = bench_generate(settings)["rows"][-1]["identical"]
     assert identical["share"] == 0.0
     assert identical["divergences"][0]["is_tie"] is False
-    assert "no tie" in identical["divergences"][0]["why"]
+    assert "is not a tie" in identical["divergences"][0]["why"]
 
 
 def test_a_speculator_is_named_with_its_options():

@@ -382,7 +382,7 @@ class TestCalibration:
     def test_a_broken_table_is_refused_before_anything_runs(self, good_head, tmp_path):
         folder = shutil.copytree(good_head, tmp_path / "head")
         (folder / "calibration.json").write_text("{")
-        with pytest.raises(CheckpointError, match="cannot be read"):
+        with pytest.raises(CheckpointError, match=r"cannot read .*calibration\.json"):
             AutoSpeculator.from_pretrained(folder, target=target())
 
     def test_a_broken_table_is_written_anew(self, good_head, tmp_path):

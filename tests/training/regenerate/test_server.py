@@ -194,7 +194,7 @@ def test_nobody_is_there(tmp_path, byte_tokenizer):
     with pytest.raises(ServerError, match="gave no answer in 1 attempts"):
         run(stand_in, chats(3), tmp_path / "out.jsonl", retries=0)
     assert not (tmp_path / "out.jsonl").exists()
-    with pytest.raises(SpeculateError, match="no address of a server"):
+    with pytest.raises(SpeculateError, match="not the address of a server"):
         Connection("localhost:8000")
 
 
