@@ -9,7 +9,7 @@ import hf_speculate  # noqa: F401  (adds speculator= to generate)
 
 
 examples = Path(__file__).parent
-model = AutoModelForCausalLM.from_pretrained(examples / "pycoder")
+model = AutoModelForCausalLM.from_pretrained(examples / "pycoder", dtype="float32")
 tokenizer = AutoTokenizer.from_pretrained(examples / "pycoder")
 inputs = tokenizer("class Stack:\n    def __init__(self):", return_tensors="pt")
 

@@ -23,6 +23,12 @@ from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookup
 VOCAB_SIZE = 96
 
 
+@pytest.fixture(autouse=True)
+def still(monkeypatch):
+    """Drafts take no time, however busy the machine is: no free part rests."""
+    monkeypatch.setattr(parts, "perf_counter", lambda: 0.0)
+
+
 def tree(tokens, parents):
     return DraftTree.from_rows([(tokens, parents)])
 
@@ -84,8 +90,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        for module in (parts,):
-            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(parts, "perf_counter", lambda: self.now)
 
     def slowed(self, drafter, seconds):
         """`drafter`, whose drafts take `seconds`."""
