@@ -56,14 +56,14 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         # Without O_NONBLOCK even the opening of a pipe waits.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise CheckpointError(f"cannot read {_shown(path)}: {error}") from error
+        raise CheckpointError(f"cannot read {_named(path)}: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"cannot read {_shown(path)}: it is a folder, a pipe or a device, not a regular file.")
+        raise CheckpointError(f"cannot read {_named(path)}: it is a folder, a pipe or a device, not a regular file.")
     if os.read(descriptor, len(_POINTER)) == _POINTER:
         os.close(descriptor)
         raise CheckpointError(
-            f"{_shown(path)} is a pointer of Git-LFS, not the file: run `git lfs install` and `git lfs pull` in its "
+            f"{_named(path)} is a pointer of Git-LFS, not the file: run `git lfs install` and `git lfs pull` in its "
             "repository, or fetch it with `hf download`."
         )
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -93,7 +93,7 @@ def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
     for part in name.split("/"):
         path = path / part
         if part in ("", ".", "..") or os.path.basename(part) != part:
-            raise CheckpointError(f"{name!r} is not the name of a file in {_shown(folder)}.")
+            raise CheckpointError(f"{name!r} is not the name of a file in {_named(folder)}.")
         if path.is_symlink() and not _is_cached(root, path):
             raise CheckpointError(
                 f"{path} is a link to {os.readlink(path)}, and links are not followed here: put a copy of the file in "
@@ -117,7 +117,7 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
     try:
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     except OSError as error:
-        raise CheckpointError(f"cannot read the folder {_shown(folder)}: {error}") from error
+        raise CheckpointError(f"cannot read the folder {_named(folder)}: {error}") from error
 
 
 def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:
@@ -149,9 +149,9 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
             size = os.fstat(file.fileno()).st_size
             data = file.read(limit + 1) if size <= limit else b""
         except (OSError, MemoryError) as error:
-            raise CheckpointError(f"cannot read {_shown(path)}: {error or 'it does not fit into memory'}") from error
+            raise CheckpointError(f"cannot read {_named(path)}: {error or 'it does not fit into memory'}") from error
     if max(size, len(data)) > limit:  # it may have grown, or not know its size
-        raise CheckpointError(f"cannot read {_shown(path)}: it has more than {limit >> 20} MB.")
+        raise CheckpointError(f"cannot read {_named(path)}: it has more than {limit >> 20} MB.")
     return data
 
 
@@ -171,9 +171,9 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError, MemoryError) as error:  # ValueError: bytes, text or digits
         why = {RecursionError: "it is nested too deeply", MemoryError: "it does not fit into memory"}
-        raise CheckpointError(f"cannot read {_shown(path)}: {why.get(type(error), error)}") from error
+        raise CheckpointError(f"cannot read {_named(path)}: {why.get(type(error), error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{_shown(path)} holds a {type(content).__name__}, expected an object.")
+        raise CheckpointError(f"{_named(path)} holds a {type(content).__name__}, expected an object.")
     _check_depth(path, content)
     return content
 
@@ -197,7 +197,7 @@ def check_kinds(path: str | os.PathLike[str], content: Mapping[str, Any], kinds:
             continue
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
-        raise CheckpointError(f"{_shown(path)}: {place} is {shown}, expected {_KINDS.get(kind, kind)}.")
+        raise CheckpointError(f"{_named(path)}: {place} is {shown}, expected {_KINDS.get(kind, kind)}.")
 
 
 def section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
@@ -240,7 +240,7 @@ def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -
     # For a full disk torch and safetensors raise other errors than OSError, which differ between versions.
     except Exception as error:
         raise CheckpointError(
-            f"cannot write {', '.join(files)} to {_shown(folder)}: {error}. Nothing that was there before is lost."
+            f"cannot write {', '.join(files)} to {_named(folder)}: {error}. Nothing that was there before is lost."
         ) from error
     else:
         _publish(where, written)
@@ -263,7 +263,7 @@ def _publish(folder: Path, written: Mapping[str, Path]) -> None:
         if not replaced and aside.exists():
             os.replace(aside, folder / last)
         now = f"{', '.join(replaced)} are new, the rest is missing: save again" if replaced else "nothing is lost"
-        raise CheckpointError(f"cannot replace {', '.join(written)} in {_shown(folder)}: {error}; {now}.") from error
+        raise CheckpointError(f"cannot replace {', '.join(written)} in {_named(folder)}: {error}; {now}.") from error
     _flush_folder(folder)
     _remove([aside])
 
@@ -314,8 +314,8 @@ def _check_depth(path: str | os.PathLike[str], content: Any) -> None:
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
         if not level:
             return
-    raise CheckpointError(f"cannot read {_shown(path)}: it is nested deeper than {MAX_JSON_DEPTH} levels.")
+    raise CheckpointError(f"cannot read {_named(path)}: it is nested deeper than {MAX_JSON_DEPTH} levels.")
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
+def _named(path: str | os.PathLike[str]) -> str:
     return repr(os.fspath(path)) if "\0" in os.fspath(path) else os.fspath(path)

@@ -185,7 +185,7 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
 def mapped(value: Any, function: Callable[[Any, str], Any]) -> Any:
     """A copy of a list or a mapping with `function(item, key)` for every item; any other value as it is."""
     if isinstance(value, Mapping):
-        return {_shown_key(key): function(item, str(key)) for key, item in value.items()}
+        return {_printable_key(key): function(item, str(key)) for key, item in value.items()}
     return [function(item, "") for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -250,5 +250,5 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def _shown_key(key: Any) -> Any:
+def _printable_key(key: Any) -> Any:
     return _LOOKS.sub(MASK, key) if isinstance(key, str) else key

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_speculate.errors import DrafterError
-from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, RoundClock, TreeMask, TreePlan, TreeRow, Unread
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, RoundClock, TreeMask, TreePlan, TreeRow
 from hf_speculate.tree import round as round_module
 
 
@@ -343,7 +343,7 @@ class TestUnread:
     def tree(self):
         tokens, parents = torch.tensor([[9, 5, -4, 99], [9, 1, 2, 3]]), torch.tensor([[-1, 0, 7, -9], [-1, 0, 1, 1]])
         tree = DraftTree(tokens, parents, max_depth=2)
-        tree.unread = Unread([3, 4], vocab_size=10)
+        tree.unread = HostFacts([3, 4], vocab_size=10)
         return tree
 
     def test_values_that_a_kernel_could_fail_on_are_clamped(self, tree):

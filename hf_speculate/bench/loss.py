@@ -29,8 +29,8 @@ from ..testing import EmptyDrafter, RandomDrafter
 from .methods import AcceptanceProfile, Method, Texts, eager_method, speculator_method
 from .runs import (
     TimedRun,
+    against_plain,
     batches,
-    beside_plain,
     fixed_length,
     measure_in_turn,
     merged,
@@ -125,7 +125,7 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
         "repeats": settings.repeats,
         "adaptive": settings.adaptive,
         "fresh": settings.fresh,
-        "plain_tokens_per_second": beside_plain(runs, "eager")["tokens_per_second"]["median"],
+        "plain_tokens_per_second": against_plain(runs, "eager")["tokens_per_second"]["median"],
         "rows": [figures(runs, name) for name in drafters],
     }
 
@@ -137,7 +137,7 @@ def figures(runs: Sequence[TimedRun], name: str) -> dict[str, Any]:
     rounds = stats.rounds + stats.rounds_without_draft
     return {
         "drafter": name,
-        **beside_plain(runs, name),
+        **against_plain(runs, name),
         "worst": _worst(runs, name),
         "speedup_without_drafter_prefill": spread([p / s for p, s in zip(plain, without, strict=True)]),
         "drafter_prefill_ms": 1e3 * stats.drafter_prefill_seconds / max(stats.calls, 1),

@@ -245,7 +245,7 @@ def seconds_by_repeat(
     return [seconds[repeat] for repeat in sorted(seconds)]
 
 
-def beside_plain(runs: Sequence[TimedRun], method: str) -> dict[str, Any]:
+def against_plain(runs: Sequence[TimedRun], method: str) -> dict[str, Any]:
     """Tokens per second and speed-up over eager, spread over the repeats."""
     plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, method)
     tokens = sum(run.num_tokens for run in runs if run.method == method and run.repeat == 0)

@@ -144,7 +144,7 @@ class PreallocatedLayer(DynamicLayer):
         """Index in the text of the first entry in the buffers."""
         return 0
 
-    def clear_behind(self, ends: Sequence[int]) -> None:
+    def clear_after(self, ends: Sequence[int]) -> None:
         """Sets everything after the first `ends[row]` entries of each row to 0, up to the end of the buffers."""
         for name, buffer in self._buffers.items():
             starts = [max(end - self.origin, 0) for end in ends]

@@ -219,7 +219,7 @@ class TreeCache:
         """
         self.restore()
         for layer in self._layers:
-            layer.clear_behind([min(length, layer.length) for length in self.present_lengths])
+            layer.clear_after([min(length, layer.length) for length in self.present_lengths])
 
     def release(self) -> None:
         """Gives the layers back to plain `generate`: sliding windows move with every append again."""

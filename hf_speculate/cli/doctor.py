@@ -80,7 +80,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Form:
+class LoadedBackend:
     """The target on one backend, and the methods that are timed in turn.
 
     Attributes:
@@ -129,9 +129,9 @@ def doctor(
     name, on = target or default_target(), find_device(device)
     specs = parse_specs(speculator) if speculator else default_specs(name)
     loaded = list(_loaded(name, dtype, on, gguf_backend))
-    forms = [_form(backend, model, specs) for backend, model, _ in loaded]
-    requests = _requests(forms, loaded[0][2], on)
-    rows = measure(forms, requests)
+    backends = [_loaded_backend(backend, model, specs) for backend, model, _ in loaded]
+    requests = _requests(backends, loaded[0][2], on)
+    rows = measure(backends, requests)
     advice = advise(rows)
     result = {"target": name, "prompts": len(requests), "rows": rows, "advice": advice, "environment": environment(on)}
     asked = f"{len(requests)} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
@@ -141,8 +141,8 @@ def doctor(
     report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), advice], json_only=json_only)
 
 
-def measure(forms: Sequence[Form], requests: Sequence[Request]) -> list[dict[str, Any]]:
-    """Runs stock `generate` and every drafter of every form in turn. Returns one JSON-serialisable row for each
+def measure(backends: Sequence[LoadedBackend], requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """Runs stock `generate` and every drafter on every backend in turn. Returns one JSON-serialisable row for each
     drafter.
 
     `token_ms`: milliseconds of a token of stock `generate`. `forward_ms`: milliseconds of a bare forward, by its number
@@ -150,27 +150,27 @@ def measure(forms: Sequence[Form], requests: Sequence[Request]) -> list[dict[str
     even, and as measured. `recorded`: the same in the head's folder. `speedup`: stock's seconds divided by the
     drafter's; None after few drafts.
     """
-    methods = [method for form in forms for method in form.methods]
+    methods = [method for each in backends for method in each.methods]
     with progress("doctor", total=num_steps(len(methods), len(requests), repeats=1)) as advance:
-        runs = measure_in_turn(forms[0].model, methods, requests, fixed_length(_NEW_TOKENS), 1, advance)
-    return [row for form in forms for row in _rows(form, requests, runs)]
+        runs = measure_in_turn(backends[0].model, methods, requests, fixed_length(_NEW_TOKENS), 1, advance)
+    return [row for each in backends for row in _rows(each, requests, runs)]
 
 
-def _rows(form: Form, requests: Sequence[Request], runs: Sequence[TimedRun]) -> list[dict[str, Any]]:
+def _rows(loaded: LoadedBackend, requests: Sequence[Request], runs: Sequence[TimedRun]) -> list[dict[str, Any]]:
     with torch.inference_mode():
-        cache = prefilled_cache(form.model, requests[0].input_ids)
-        forwards = verify_ms(form.model, cache, [1, _NODES], repeats=_REPEATS)
-    seconds = {method.name: sum(run.seconds for run in runs if run.method == method.name) for method in form.methods}
-    plain = seconds[form.plain.name]
-    prompts = sum(generate_once(form.model, form.plain, each, fixed_length(1)).seconds for each in requests)
+        cache = prefilled_cache(loaded.model, requests[0].input_ids)
+        forwards = verify_ms(loaded.model, cache, [1, _NODES], repeats=_REPEATS)
+    seconds = {method.name: sum(run.seconds for run in runs if run.method == method.name) for method in loaded.methods}
+    plain = seconds[loaded.plain.name]
+    prompts = sum(generate_once(loaded.model, loaded.plain, each, fixed_length(1)).seconds for each in requests)
     token_ms = 1e3 * (plain - prompts) / (len(requests) * (_NEW_TOKENS - 1))
     common = {
-        "backend": form.backend,
+        "backend": loaded.backend,
         "token_ms": token_ms,
         "forward_ms": {nodes: ms for (nodes, _), ms in forwards.items()},
     }
     rows = []
-    for name, method in form.drafting.items():
+    for name, method in loaded.drafting.items():
         stats = merged(run.stats for run in runs if run.method == method.name and run.stats is not None)
         speedup = plain / seconds[method.name] if stats.rounds >= _MIN_ROUNDS else None
         recorded = method.arguments["speculator"].drafter.record.length
@@ -212,18 +212,18 @@ def _loaded(
     found = False
     for backend in [gguf_backend] if gguf_backend else ["native", "native-int8"]:
         try:
-            form = load_target(name, dtype, device, backend)
+            loaded = load_target(name, dtype, device, backend)
         except UnsupportedRequestError:
             if gguf_backend:
                 raise
             continue
         found = True
-        yield backend, *form
+        yield backend, *loaded
     if not found:
         yield "auto", *load_target(name, dtype, device)
 
 
-def _form(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec]) -> Form:
+def _loaded_backend(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec]) -> LoadedBackend:
     """The target with its methods. Raises `SpeculateError` if it does not score trees, or a drafter cannot be
     loaded."""
     shape, reason = supported_shape(model, DynamicCache(config=model.config))
@@ -232,15 +232,15 @@ def _form(backend: str, model: GenerativeModel, specs: Sequence[SpeculatorSpec])
     plain = Method(name=f"{backend} plain".strip(), kind="eager", model=model)
     names = {spec.text: f"{backend} {spec.label}".strip() for spec in specs}
     drafting = {spec.text: speculator_method(names[spec.text], make_spec(spec, model), model=model) for spec in specs}
-    return Form(backend, model, plain, drafting)
+    return LoadedBackend(backend, model, plain, drafting)
 
 
-def _requests(forms: Sequence[Form], tokenizer: Any, device: torch.device) -> list[Request]:
+def _requests(backends: Sequence[LoadedBackend], tokenizer: Any, device: torch.device) -> list[Request]:
     """The built-in prompts, as many as fit into the time."""
     uses_template = bool(tokenizer.chat_template)
     chosen = builtin_prompts(_PROMPTS, chat=uses_template)
     requests = batches(tokenize(chosen, tokenizer, use_chat_template=uses_template), 1, device)
-    plain = forms[0].plain
+    plain = backends[0].plain
     calls = [generate_once(plain.model, plain, requests[0], fixed_length(_NEW_TOKENS)).seconds for _ in range(2)]
-    count = int(_SECONDS / (min(calls) * sum(len(form.methods) for form in forms)))  # the first call warms up
+    count = int(_SECONDS / (min(calls) * sum(len(each.methods) for each in backends)))  # the first call warms up
     return requests[: max(count, _LEAST_PROMPTS)]

@@ -64,13 +64,13 @@ class MainGroup(LiteralGroup):
         return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
 
     def make_context(self, info_name, args, parent=None, **extra: Any):
-        with _shown_errors():
+        with _reporting_errors():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx) -> Any:
         _take_any_text()
         try:
-            with _shown_errors():
+            with _reporting_errors():
                 result = super().invoke(ctx)
             sys.stdout.flush()  # a full disk may show only now
             return result
@@ -171,7 +171,7 @@ def _printable_lines(text: str) -> str:
 
 
 @contextmanager
-def _shown_errors() -> Iterator[None]:
+def _reporting_errors() -> Iterator[None]:
     """Masks secrets and shows control characters in errors that quote the command line."""
     try:
         yield

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError
-from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostTree, Unread
+from ..tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, HostTree
 
 
 # Largest number of nodes to score, root included. No published tree has more than about 100, and a mask has N x N
@@ -63,7 +63,7 @@ class DraftChecks:
 
         depth = min(max(max_depth, 0), tree.num_nodes - 1)
         admitted = DraftTree(tree.token_ids, parents, depth, values=tree.values)
-        admitted.unread = Unread(roots, self._vocab_size)
+        admitted.unread = HostFacts(roots, self._vocab_size)
         admitted.reading.through(tree.reading, checked)
         return admitted
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList
 
 from ..errors import CheckpointError
 from ..files import file_names
+from ..models import GenerativeModel
 from ..stats import Advice, HeadRecord, of_heads
 from ..tree import DraftTree, TreeRow
 from .calibration import CalibrationTable
@@ -165,7 +166,7 @@ class Drafter(ABC):
 
     @classmethod
     @abstractmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         """Builds the drafter for a target from keyword options. Unknown options raise `TypeError`."""
 
     @classmethod
@@ -184,7 +185,7 @@ class Drafter(ABC):
         return False
 
     @classmethod
-    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+    def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
         """Builds the drafter from a local checkpoint folder that `recognizes` accepted."""
         raise NotImplementedError(f"{cls.__name__} has no checkpoints to load.")
 
@@ -217,7 +218,7 @@ class Drafter(ABC):
         """
         return ["config.json", *(name for name in file_names(folder) if name.endswith(".safetensors"))]
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
 
     def forget(self) -> None:

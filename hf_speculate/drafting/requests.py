@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache
 
+from ..models import GenerativeModel
 from ..transfers import to_device
 from ..tree import DraftTree
 from ..verification import Noise
@@ -47,7 +48,7 @@ class DraftRequest:
         processors: the request's logits processors, to be read, not called: their state belongs to the emitted text.
     """
 
-    target: PreTrainedModel
+    target: GenerativeModel
     input_ids: Int[Tensor, "B S"]
     attention_mask: Tensor | None = None
     known_from: int = 0

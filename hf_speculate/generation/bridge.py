@@ -23,7 +23,7 @@ from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..messages import get_logger
 from ..models import GenerativeModel
-from ..scoring import Shape, Sizes, install_attention, keep_saveable, uninstall_attention
+from ..scoring import Shape, Sizes, keep_saveable, uninstall_attention
 from ..speculator import Speculator, attached_to, resolve
 from .call import PreparedCall, streamed
 from .preparation import SampleCall, prepare
@@ -82,7 +82,6 @@ def install() -> None:
         if (original := _unwrapped(method)) is not method:
             setattr(GenerationMixin, name, original)
     check_transformers()
-    install_attention()
     for name, wrap in (
         ("generate", _wrap_generate),
         ("_validate_generation_mode", _wrap_validate),

@@ -135,7 +135,7 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
         try:
             request, expected = _plain(model)
         except Exception as error:
-            return "single", f"{name} could not be tried with a few tokens ({_told(error)}): no drafts"
+            return "single", f"{name} could not be tried with a few tokens ({_one_line(error)}): no drafts"
         for each in dict.fromkeys((shape, "chain")):
             problem = _difference(request, each, expected)
             if not problem:
@@ -166,7 +166,7 @@ def _difference(request: _TrialRequest, shape: Shape, expected: Tensor) -> str:
     try:
         found = request.logits(Speculator(_TrialDrafter(request), adaptive=False))
     except Exception as error:
-        return _told(error)
+        return _one_line(error)
     finally:
         _shape_on_trial.reset(token)
     if found.shape != expected.shape:
@@ -176,7 +176,7 @@ def _difference(request: _TrialRequest, shape: Shape, expected: Tensor) -> str:
     return "" if difference <= allowed else f"logits differ by {difference:.2g}, rounding is {allowed:.2g}"
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
 
 

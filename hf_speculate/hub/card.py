@@ -188,16 +188,16 @@ def _scalars(metrics: Mapping[str, Metric]) -> Iterator[tuple[str, float | int |
 def _table(metrics: Mapping[str, Metric], measured_on: str | None) -> str:
     if not metrics:
         return "Nothing was measured when this was saved; `hf-speculate check` measures the acceptance.\n"
-    rows = "".join(f"| {_cell(name.replace('_', ' '))} | {_shown(value)} |\n" for name, value in metrics.items())
+    rows = "".join(f"| {_cell(name.replace('_', ' '))} | {_formatted(value)} |\n" for name, value in metrics.items())
     where = f"On {measured_on}:\n\n" if measured_on else ""
     return f"{where}| figure | value |\n|---|---|\n{rows}"
 
 
-def _shown(value: Metric) -> str:
+def _formatted(value: Metric) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(_shown(item) for item in value)
+        return ", ".join(_formatted(item) for item in value)
     return _cell(str(value))
 
 

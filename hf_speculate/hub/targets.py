@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ..errors import CheckpointError, TargetMismatchError
 from ..messages import get_logger
 from ..models import GenerativeModel
@@ -96,7 +94,7 @@ def check_head_vocabulary(head: str, num_tokens: int, target: str, vocab_size: i
         _warn(f"{head} knows {num_tokens} tokens and never drafts the others of the {vocab_size} that {target} has.")
 
 
-def check_stated_name(folder: str, stated: str | None, architectures: Sequence[str], target: PreTrainedModel) -> None:
+def check_stated_name(folder: str, stated: str | None, architectures: Sequence[str], target: GenerativeModel) -> None:
     """Logs once if the config of a head names another model or class than its target's.
 
     Names do not count for a head whose provenance has an identity.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
     class GenerativeModel(PreTrainedModel):
         """A `PreTrainedModel` that can `generate`: what every `...ForCausalLM` is.
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         _sample: Any
 
 else:
-    GenerativeModel = PreTrainedModel
+    GenerativeModel = nn.Module  # `PreTrainedModel` takes half a second to import; no annotation is worth that
 
 
 def has_own_method(model: GenerativeModel, name: str) -> bool:
@@ -32,7 +33,7 @@ def has_own_method(model: GenerativeModel, name: str) -> bool:
     return getattr(type(model), name, None) is not getattr(GenerationMixin, name)
 
 
-def num_embeddings(model: PreTrainedModel) -> int:
+def num_embeddings(model: GenerativeModel) -> int:
     """Number of ids that a model has embeddings for; PEFT may have wrapped the embedding."""
     found = (getattr(module, "num_embeddings", None) for module in model.get_input_embeddings().modules())
     return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
@@ -51,6 +52,8 @@ def held_model(holder: Any) -> GenerativeModel:
 
 def unwrap(model: nn.Module) -> GenerativeModel:
     """The transformers model inside `torch.compile` and PEFT wrappers; raises `TypeError` if there is none."""
+    from transformers import PreTrainedModel
+
     seen: Any = model
     while not isinstance(seen, PreTrainedModel):
         inner = getattr(seen, "_orig_mod", None)

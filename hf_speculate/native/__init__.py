@@ -20,7 +20,7 @@ from .backends import NativeBackend as NativeBackend
 from .backends import choose_backend as choose_backend
 from .binding import has_kernel as has_kernel
 from .draft import NativeDraft as NativeDraft
-from .draft import Unread as Unread
+from .draft import PendingEntries as PendingEntries
 from .formats import DENSE_TYPES as DENSE_TYPES
 from .formats import FORMATS as FORMATS
 from .formats import dense_values as dense_values

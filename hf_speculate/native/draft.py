@@ -44,7 +44,7 @@ class _DraftStructure(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Unread:
+class PendingEntries:
     """Committed entries that the head has not read yet. All tensors are contiguous.
 
     Attributes:
@@ -101,7 +101,7 @@ class NativeDraft:
         self,
         growth: NativeGrowth,
         root: Float[Tensor, "B H"],
-        unread: Unread | None,
+        pending: PendingEntries | None,
         positions: Int[Tensor, " B"],
         sampling: Sampling,
         noise: Callable[[int], Float[Tensor, "B C"] | None],
@@ -111,8 +111,8 @@ class NativeDraft:
 
         Args:
             growth: trees without any proposals.
-            root: states of the last committed entry, contiguous. They are computed if `unread` is given.
-            unread: committed entries to read first, already counted by `rows`; None for none.
+            root: states of the last committed entry, contiguous. They are computed if `pending` is given.
+            pending: committed entries to read first, already counted by `rows`; None for none.
             positions: position id of the next entry of each row.
             sampling: warpers of the request.
             noise: function from a level to its log noise (`NativeRanking.run`).
@@ -136,8 +136,8 @@ class NativeDraft:
         # any address: it only requests normed states
         draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None
         draft.layers.num_keys = self.rows.num_before
-        if unread is not None:
-            unread.fill(draft)
+        if pending is not None:
+            pending.fill(draft)
             draft.layers.num_keys -= draft.num_pending
         errors: list[BaseException] = []
 

@@ -159,7 +159,7 @@ class _Whole:
         self._step: NativeStep | None = None
         self._angles = [AngleTable() for _ in LAYER_TYPES]
         self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
-        self._looks: dict[int, _Look] = {}  # by thread, within `undisturbed`
+        self._checks: dict[int, _ModelCheck] = {}  # by thread, within `undisturbed`
 
     def run(self, named: dict[str, Any], num_scored: int | None) -> _Output | None:
         """The output of the model; None if the modules must compute it. Nothing was changed then.
@@ -168,14 +168,14 @@ class _Whole:
             named: keyword arguments of the decoder.
             num_scored: number of the last queries whose logits are wanted; None for all.
         """
-        look = self._looks.get(threading.get_ident())
-        if look is not None:
-            look.crew.restore()
+        check = self._checks.get(threading.get_ident())
+        if check is not None:
+            check.crew.restore()
         inputs, config = Inputs.of(named), self._decoder.config
         if inputs is None:
             return None
-        is_known = look is not None and look.holds()
-        step = look.step if look is not None and is_known else self._looked_at(config, look)
+        is_known = check is not None and check.holds()
+        step = check.step if check is not None and is_known else self._checked_step(config, check)
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
             return None
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
@@ -187,34 +187,34 @@ class _Whole:
         scored = self._scored(step, rows, keeps_states=wanted is not False or any(self._taps))
         if scored is None:
             return None
-        if look is not None:
-            look.crew.lower()
+        if check is not None:
+            check.crew.lower()
         room.count(rows.num_keys)
         self._show(scored)
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
-    def _looked_at(self, config: Any, look: _Look | None) -> NativeStep | None:
+    def _checked_step(self, config: Any, check: _ModelCheck | None) -> NativeStep | None:
         """The weights if the model was not changed. The result is noted within `undisturbed`."""
         step = self._current_step() if self._is_untouched(config) else None
-        if look is not None and step is not None:
-            look.note(step)
+        if check is not None and step is not None:
+            check.note(step)
         return step
 
     @contextmanager
     def undisturbed(self, is_threaded: bool) -> Iterator[None]:
         """The context of `CausalForward.undisturbed`."""
         thread = threading.get_ident()
-        before = self._looks.get(thread)
+        before = self._checks.get(thread)
         if before is not None:
             before.crew.restore()
-        look = self._looks[thread] = _Look(Crew(is_fixed=is_threaded))
+        check = self._checks[thread] = _ModelCheck(Crew(is_fixed=is_threaded))
         try:
             yield
         finally:
-            look.crew.restore()
-            del self._looks[thread]
+            check.crew.restore()
+            del self._checks[thread]
             if before is not None:
-                self._looks[thread] = before
+                self._checks[thread] = before
 
     def _is_untouched(self, config: Any) -> bool:
         """Whether everything is as loaded, and hooks on layers only read outputs."""
@@ -284,7 +284,7 @@ class _Whole:
                     hook(layer, (scored.states[index],), scored.states[index + 1])
 
 
-class _Look:
+class _ModelCheck:
     """The result of checking the model before a forward.
 
     Args:

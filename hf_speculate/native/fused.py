@@ -15,11 +15,11 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import output_capturing
 
 from ..cache import CACHE_NAME
@@ -189,7 +189,7 @@ def is_stock_attention(config: Any) -> bool:
     """Whether the configured attention is one that the kernel computes."""
     attention = config._attn_implementation
     if attention == "sdpa":
-        return ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
     return attention == "eager"
 
 

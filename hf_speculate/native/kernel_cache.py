@@ -103,7 +103,7 @@ class KernelCache:
                 return True
             except OSError as error:
                 if place.path not in self._noted:
-                    failures.append(f"{place.path}: {_said(error)}")
+                    failures.append(f"{place.path}: {_reason(error)}")
         self._noted["keep"] = "; ".join((*failures, "the kernel is not kept, and every process compiles it"))
         return False
 
@@ -115,7 +115,7 @@ class KernelCache:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._noted[where] = f"{where}: {_said(error)}"
+            self._noted[where] = f"{where}: {_reason(error)}"
 
     def _find_places(self) -> Iterator[_Place]:
         shared, own = os.environ.get(SHARED_VARIABLE), os.environ.get("XDG_CACHE_HOME")
@@ -293,5 +293,5 @@ def _seal(name: str, library: bytes) -> bytes:
     return _MARK + hashlib.sha256(name.encode() + b"\0" + library).hexdigest().encode()
 
 
-def _said(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error)

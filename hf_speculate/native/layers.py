@@ -26,7 +26,7 @@ MOST_ROWS = 128
 _MOST_RUNS = 32
 
 # RMSNorms of a layer, in the order of the structure.
-_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "beside_norm", "attention_post_norm", "mlp_post_norm")
+_NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "second_norm", "attention_post_norm", "mlp_post_norm")
 
 # Types of layers in one call: those that see everything, and those with a window.
 NUM_TYPES = 2
@@ -55,7 +55,7 @@ class CallStructure(ctypes.Structure):
 
     kept: Any
     _fields_ = [
-        *fields(ctypes.c_void_p, "x", "beside", "y"),
+        *fields(ctypes.c_void_p, "x", "second", "y"),
         *fields(ctypes.c_int64, "num_layers"),
         *fields(ctypes.c_void_p, "layers"),
         *fields(ctypes.c_int64, "batch_size", "num_queries", "num_keys"),
@@ -216,7 +216,7 @@ class NativeLayers:
         buffers: Sequence[Entries],
         num_keys: int,
         sight: Sight,
-        beside: Float[Tensor, "B N H"] | None = None,
+        second: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer, all of one type. The entries of the queries are written to the cache.
 
@@ -226,7 +226,7 @@ class NativeLayers:
             buffers: entries of each layer.
             num_keys: number of entries including those of the queries, which are the last ones.
             sight: entries that each query sees.
-            beside: second input of layers that join it, contiguous; None if no layer does.
+            second: input that joining layers put before the states, contiguous; None if no layer does.
 
         Raises:
             MemoryError: there is not enough memory. Nothing was written.
@@ -235,7 +235,7 @@ class NativeLayers:
         outputs = inputs.new_empty(len(self._layers), *inputs.shape)
         (cos, sin), call = rotary, self.call(buffers)
         call.x, call.y = inputs.data_ptr(), outputs.data_ptr()
-        call.beside = None if beside is None else beside.data_ptr()
+        call.second = None if second is None else second.data_ptr()
         call.batch_size, call.num_queries, call.num_keys = batch_size, num_queries, num_keys
         call.rotary_stride = 0 if cos.shape[0] == 1 else cos.stride(0)
         for number in range(NUM_TYPES):

@@ -37,29 +37,29 @@ class NativeRows:
         self,
         inputs: Float[Tensor, "B N H"],
         rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
-        beside: Float[Tensor, "B N H"] | None = None,
+        second: Float[Tensor, "B N H"] | None = None,
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer. Their entries are then in the cache.
 
         A large batch runs in parts; its rows keep the same bits.
         """
-        inputs, beside = inputs.contiguous(), None if beside is None else beside.contiguous()
+        inputs, second = inputs.contiguous(), None if second is None else second.contiguous()
         parts = batch_parts(*inputs.shape[:2])
         if len(parts) == 1:
-            outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, beside)
+            outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, second)
         else:
-            outputs = torch.cat([self._part(rows, inputs, rotary, beside) for rows in parts], dim=1)
+            outputs = torch.cat([self._part(rows, inputs, rotary, second) for rows in parts], dim=1)
         for layer in self.cache_layers:
             layer.length = self.num_keys
         return outputs
 
     def _part(
-        self, rows: slice, inputs: Tensor, rotary: tuple[Tensor, Tensor], beside: Tensor | None
+        self, rows: slice, inputs: Tensor, rotary: tuple[Tensor, Tensor], second: Tensor | None
     ) -> Float[Tensor, "L R N H"]:
         """The outputs of some rows of the batch."""
         cos, sin = (states if len(states) == 1 else states[rows] for states in rotary)
         buffers, (sight,) = part_of(rows, inputs.shape[1], self.buffers, [self.sight])
-        part = None if beside is None else beside[rows]
+        part = None if second is None else second[rows]
         return self.layers.run(inputs[rows], (cos, sin), buffers, self.num_keys, sight, part)
 
 
@@ -108,12 +108,12 @@ class TreeRows:
         growth: NativeGrowth,
         inputs: Float[Tensor, "B F H"],
         rotary: tuple[Float[Tensor, "B F D"], Float[Tensor, "B F D"]],
-        beside: Float[Tensor, "B F H"] | None,
+        second: Float[Tensor, "B F H"] | None,
     ) -> Float[Tensor, "L B F H"]:
         """The outputs of every layer for the frontier. All inputs must be contiguous."""
         num_keys = self.num_before + growth.num_levels * inputs.shape[1]
         sight = growth.sight(self.sight_before, self.num_before)
-        return self.layers.run(inputs, rotary, self.buffers, num_keys, sight, beside)
+        return self.layers.run(inputs, rotary, self.buffers, num_keys, sight, second)
 
 
 def tree_rows(

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
-
 from ..drafting import Deepening
+from ..models import GenerativeModel
 from ..tree import DraftTree, Round
 from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
@@ -321,8 +320,8 @@ class Adaptive(DraftPolicy):
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._costs: WeakKeyDictionary[PreTrainedModel, dict[Hashable, KeptCosts]] = WeakKeyDictionary()
-        self._known: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[GenerativeModel, dict[Hashable, KeptCosts]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[GenerativeModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         """An empty state: what was learnt about targets belongs to this process."""

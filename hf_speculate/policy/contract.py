@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from transformers import PreTrainedModel
-
 from ..drafting import CalibrationTable, Deepening
+from ..models import GenerativeModel
 from ..tree import DraftTree, Round
 
 
@@ -65,7 +64,7 @@ class PolicyRequest:
             are not.
     """
 
-    target: PreTrainedModel
+    target: GenerativeModel
     batch_size: int
     adapters: str = ""
     samples: bool = False

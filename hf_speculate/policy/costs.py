@@ -65,7 +65,7 @@ class _Observed:
             return self
         return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
 
-    def beside(self, expected: float) -> _Observed:
+    def against(self, expected: float) -> _Observed:
         """The observation to believe where the other classes let expect the ratio `expected`.
 
         A warm-up may take any time, so a slow one says nothing.
@@ -127,7 +127,7 @@ class _Table:
         trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
         self.largest = max(self.largest, 1 << _class_of(round(trusted[-1].size)))
         known = self._fitted(trusted)
-        self._known = self._fitted([each.beside(interpolate(*known, each.size)) for each in observed])
+        self._known = self._fitted([each.against(interpolate(*known, each.size)) for each in observed])
         self._seconds = {}
         return factor
 

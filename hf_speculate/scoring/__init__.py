@@ -18,13 +18,12 @@ from .adapters import sample_bytes as sample_bytes
 from .attention import TreeAttention as TreeAttention
 from .attention import fold as fold
 from .attention import grouped_sdpa as grouped_sdpa
-from .attention import install_attention as install_attention
 from .attention import uninstall_attention as uninstall_attention
 from .backends import backends_in_use as backends_in_use
 from .backends import tree_backends as tree_backends
-from .devices import device_beside as device_beside
 from .devices import input_device as input_device
 from .devices import last_device as last_device
+from .devices import weight_device as weight_device
 from .embeddings import embedding_layer as embedding_layer
 from .embeddings import embedding_rows as embedding_rows
 from .embeddings import is_dense as is_dense

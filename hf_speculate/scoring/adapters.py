@@ -17,7 +17,6 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from ..models import GenerativeModel
 
@@ -100,9 +99,10 @@ def outdated_peft() -> str:
         found = version("peft")
     except PackageNotFoundError:
         return ""
-    if Version(found) >= Version(MIN_PEFT_VERSION):
+    needed = transformers.integrations.peft.MIN_PEFT_VERSION
+    if Version(found) >= Version(needed):
         return ""
-    return f"transformers {transformers.__version__} needs peft >= {MIN_PEFT_VERSION}, {found} is installed"
+    return f"transformers {transformers.__version__} needs peft >= {needed}, {found} is installed"
 
 
 def activated_lora(model: GenerativeModel) -> bool:

@@ -27,14 +27,14 @@ from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compatibility import incompatible
 from ..errors import SpeculateError
+from ..models import GenerativeModel
 from .tree_kernel import TreePlace, has_kernel, tree_attention
 from .walk import current_walk, is_walked
 
@@ -49,23 +49,33 @@ _MEASURED: dict[str, MaskForm] = {"cpu": "folded"}
 def install_attention() -> None:
     """Registers `grouped_sdpa` as "sdpa". A second call does nothing; an "sdpa" that is not stock's stays.
 
+    The first request with a speculator calls it: until then, attention is untouched and its module not imported.
+
     Raises:
         IncompatibleTransformersError: transformers has no such table of attentions any more.
     """
-    if "sdpa" not in getattr(AttentionInterface, "_global_mapping", {}):
+    if "sdpa" not in getattr(transformers.AttentionInterface, "_global_mapping", {}):
         raise incompatible("AttentionInterface has no table with 'sdpa'")
-    known: Any = AttentionInterface._global_mapping["sdpa"]
+    known: Any = transformers.AttentionInterface._global_mapping["sdpa"]
     if known is sdpa_attention_forward or known.__module__ == __name__:  # or of a dropped import of this module
-        AttentionInterface.register("sdpa", grouped_sdpa)
+        transformers.AttentionInterface.register("sdpa", grouped_sdpa)
 
 
 def uninstall_attention() -> None:
     """Undoes `install_attention`."""
-    if AttentionInterface._global_mapping["sdpa"] is grouped_sdpa:
-        AttentionInterface.register("sdpa", sdpa_attention_forward)
+    if (
+        "transformers.modeling_utils" in sys.modules
+        and transformers.AttentionInterface._global_mapping["sdpa"] is grouped_sdpa
+    ):
+        transformers.AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
-def takes_tree_masks(model: PreTrainedModel) -> bool:
+def _sdpa() -> Any:
+    """The function that models call as "sdpa"."""
+    return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def takes_tree_masks(model: GenerativeModel) -> bool:
     """Whether a model's forward takes a `TreeMask`, and no hook sees the arguments first."""
     forward = vars(model).get("forward")
     return getattr(forward, "takes_tree_masks", False) and not (model._forward_hooks or model._forward_pre_hooks)
@@ -85,10 +95,11 @@ class TreeAttention:
         SpeculateError: the environment variable names no form.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device):
+    def __init__(self, model: GenerativeModel, device: torch.device):
         wanted = os.environ.get("HF_SPECULATE_ATTENTION") or _MEASURED.get(device.type, "stock")
         if wanted not in get_args(MaskForm):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(MaskForm))}.")
+        install_attention()
         self._device, self._wanted = device, wanted if "HF_SPECULATE_ATTENTION" in os.environ else "kernel"
         self._is_known = head_groups(model) > 0
         self.groups = max(head_groups(model), 1)
@@ -140,20 +151,20 @@ class TreeAttention:
 KERNEL_DEVICES = frozenset({"cuda"})
 """Types of devices on which the kernel computes attention."""
 
-_known_groups: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+_known_groups: WeakKeyDictionary[GenerativeModel, int] = WeakKeyDictionary()
 
 
-def head_groups(model: PreTrainedModel) -> int:
+def head_groups(model: GenerativeModel) -> int:
     """G, the number of query heads for each KV head in every attention of `model`; 0 if `grouped_sdpa` does not compute
     all of them."""
-    if model.config._attn_implementation != "sdpa" or ALL_ATTENTION_FUNCTIONS["sdpa"] is not grouped_sdpa:
+    if model.config._attn_implementation != "sdpa" or _sdpa() is not grouped_sdpa:
         return 0
     if model not in _known_groups:
         _known_groups[model] = _inspect(model)
     return _known_groups[model]
 
 
-def _inspect(model: PreTrainedModel) -> int:
+def _inspect(model: GenerativeModel) -> int:
     """G of a model whose attentions all call "sdpa" in transformers' own way; else 0."""
     decoder: Any = model.get_decoder()
     attentions = [module for module in decoder.modules() if hasattr(module, "num_key_value_groups")]
@@ -161,7 +172,10 @@ def _inspect(model: PreTrainedModel) -> int:
     files = {sys.modules[type(module).__module__] for module in attentions}
     interfaces = {id(found): found for file in files if (found := getattr(file, "ALL_ATTENTION_FUNCTIONS", None))}
     # A modeling file with its own interface (Doge) does more with a mask than add it.
-    is_known = list(interfaces) == [id(ALL_ATTENTION_FUNCTIONS)] and model._supports_attention_backend
+    is_known = (
+        list(interfaces) == [id(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)]
+        and model._supports_attention_backend
+    )
     is_known = is_known and len(attentions) == model.config.get_text_config(decoder=True).num_hidden_layers
     return groups.pop() if is_known and len(groups) == 1 else 0
 

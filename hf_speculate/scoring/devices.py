@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+
+from ..models import GenerativeModel
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
@@ -24,17 +25,17 @@ def execution_device(module: nn.Module) -> torch.device | None:
     return None
 
 
-def device_beside(module: nn.Module | None, model: PreTrainedModel) -> torch.device:
+def weight_device(module: nn.Module | None, model: GenerativeModel) -> torch.device:
     """The device where `module` computes, or else that of `model`."""
     return (execution_device(module) if isinstance(module, nn.Module) else None) or model.device
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
+def input_device(model: GenerativeModel) -> torch.device:
     """The device where a model takes its tokens. `model.device` is "meta" if the embeddings are offloaded."""
-    return device_beside(model.get_input_embeddings(), model)
+    return weight_device(model.get_input_embeddings(), model)
 
 
-def last_device(model: PreTrainedModel) -> torch.device:
+def last_device(model: GenerativeModel) -> torch.device:
     """The device of a model's last layer. Under a `device_map` the states for a head arrive there last."""
     layers = getattr(model.get_decoder(), "layers", None)
-    return device_beside(layers[-1] if layers else None, model)
+    return weight_device(layers[-1] if layers else None, model)

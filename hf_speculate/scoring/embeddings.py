@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_speculate.errors import TargetMismatchError
+
+from ..models import GenerativeModel
 
 
 # Number of columns of an output matrix, and of embedding rows, computed at once.
 _UNITS, _TOKENS = 64, 4096
 
 
-def output_layer(model: PreTrainedModel) -> Any:
+def output_layer(model: GenerativeModel) -> Any:
     """The layer that holds a model's output matrix, also if it is wrapped by a module that casts or scales logits.
 
     Raises:
@@ -34,12 +35,12 @@ def output_layer(model: PreTrainedModel) -> Any:
     return _with_matrix(output, "output layer", model)
 
 
-def embedding_layer(model: PreTrainedModel) -> Any:
+def embedding_layer(model: GenerativeModel) -> Any:
     """The layer that holds a model's token embeddings, also if it is wrapped; raises like `output_layer`."""
     return _with_matrix(model.get_input_embeddings(), "embedding", model)
 
 
-def _with_matrix(module: nn.Module, kind: str, model: PreTrainedModel) -> nn.Module:
+def _with_matrix(module: nn.Module, kind: str, model: GenerativeModel) -> nn.Module:
     layers = list(_matrix_holders(module))
     if len(layers) != 1:
         raise TargetMismatchError(

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import TreeCache, as_cache, is_indexable
@@ -40,7 +39,7 @@ class ExactForward(Forward):
 
     keeps_backends = True
 
-    def __init__(self, model: PreTrainedModel, prompt_mask: Tensor | None, sizes: Sizes):
+    def __init__(self, model: GenerativeModel, prompt_mask: Tensor | None, sizes: Sizes):
         self._sizes = sizes
         whole = None if prompt_mask is None else prompt_mask.bool()
         self._stock_mask = None if whole is None or bool(whole.all()) else whole

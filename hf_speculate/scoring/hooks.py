@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from transformers import PreTrainedModel
 from transformers.utils import output_capturing
+
+from ..models import GenerativeModel
 
 
 # Packages whose hooks treat each row alone, or must run for a correct forward.
@@ -122,7 +123,7 @@ def _saveable_hook(recorded: dict[str, Any]) -> SaveableHook:
     return SaveableHook(next(iter(module._forward_hooks.values())))
 
 
-def keep_saveable(model: PreTrainedModel) -> None:
+def keep_saveable(model: GenerativeModel) -> None:
     """Replaces the recording hooks that transformers has left on `model`.
 
     No hook is removed, because another thread may be recording.

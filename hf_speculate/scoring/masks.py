@@ -10,10 +10,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import CacheStateError
+from ..models import GenerativeModel
 from ..transfers import to_device
 
 
@@ -82,10 +83,10 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
     return tuple(types.values())
 
 
-_known_types: WeakKeyDictionary[PreTrainedModel, tuple[dict[str, Any], tuple[LayerType, ...]]] = WeakKeyDictionary()
+_known_types: WeakKeyDictionary[GenerativeModel, tuple[dict[str, Any], tuple[LayerType, ...]]] = WeakKeyDictionary()
 
 
-def layer_types_of(model: PreTrainedModel) -> tuple[LayerType, ...]:
+def layer_types_of(model: GenerativeModel) -> tuple[LayerType, ...]:
     """`layer_types` of a model's config, cached until a value of the config changes."""
     values = vars(model.config.get_text_config(decoder=True))
     known = _known_types.get(model)

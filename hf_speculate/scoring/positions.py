@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
+
+from ..models import GenerativeModel
 
 
 # Keyed by the forward function, as other code may replace it.
 _takes_position_ids: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 
-def takes_position_ids(model: PreTrainedModel) -> bool:
+def takes_position_ids(model: GenerativeModel) -> bool:
     function = getattr(model.forward, "__func__", model.forward)
     if function not in _takes_position_ids:
         _takes_position_ids[function] = "position_ids" in inspect.signature(model.forward).parameters

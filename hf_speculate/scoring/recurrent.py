@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -25,6 +24,7 @@ from transformers.cache_utils import (
 
 from ..cache import INDEXABLE, TreeCache, as_cache
 from ..errors import CacheStateError
+from ..models import GenerativeModel
 from ..transfers import to_device
 from .scoring import Forward, Nodes, Scorer
 from .support import Shape, supported_shape
@@ -248,7 +248,7 @@ def _cache(scorer: Scorer) -> RecurrentCache:
     return scorer.cache
 
 
-def target_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
+def target_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
     """The result of `supported_shape`, but chains for models with recurrent layers."""
     if not has_recurrent_layers(cache):
         return supported_shape(model, cache)
@@ -256,7 +256,7 @@ def target_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
 
 
 def target_scorer(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     cache: Cache,
     batch_size: int,
     prompt_mask: Tensor | None = None,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..cache import PreallocatedLayer, TreeCache, as_cache
+from ..models import GenerativeModel
 from ..transfers import to_device
 from ..tree import DraftTree, TreeMask, node_depths
 from .attention import Mask, TreeAttention, takes_tree_masks
@@ -113,7 +113,7 @@ class Scorer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: GenerativeModel,
         cache: TreeCache,
         prompt_mask: Tensor | None = None,
         shape: Shape = "tree",

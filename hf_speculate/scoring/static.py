@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache import PreallocatedLayer, as_cache
 from ..compilation import Buffers, Compiler, PromptMasks, capacity_for, is_recordable, lease_of, pool_of
@@ -183,6 +182,10 @@ class StaticForward(Forward):
 
     def _output(self, scorer: Scorer, result: dict[str, Any], num_nodes: int, width: int) -> Any:
         """The result in the form of the model's own output, with the attributes that only this forward has."""
+        from transformers.modeling_outputs import (
+            CausalLMOutputWithPast,  # a fifth of a second, which models take anyway
+        )
+
         keep = torch.clone if self._use.keeps_outputs else (lambda tensor: tensor)
         states: Any = result["hidden_states"]
         if states is not None and "words" not in result:  # else the states along the path are what is read

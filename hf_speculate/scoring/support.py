@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+import transformers
 from transformers.cache_utils import Cache
 
 from ..cache import is_indexable
 from ..errors import CacheStateError
+from ..models import GenerativeModel
 from .masks import layer_types_of
 from .positions import takes_position_ids
 
@@ -21,7 +22,7 @@ TREE_ATTENTION = ("eager", "sdpa")
 Shape = Literal["tree", "chain", "single"]
 
 
-def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
+def supported_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
     """The widest draft that `model` can score with `cache`, and why it is not wider ("" for trees)."""
     if not is_indexable(cache):
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
@@ -38,20 +39,20 @@ def supported_shape(model: PreTrainedModel, cache: Cache) -> tuple[Shape, str]:
     return "tree", ""
 
 
-def ignores_masks(model: PreTrainedModel) -> bool:
+def ignores_masks(model: GenerativeModel) -> bool:
     """Whether transformers gives the attention of `model` no mask at all, not even for padding."""
-    return model.config._attn_implementation not in AttentionMaskInterface._global_mapping
+    return model.config._attn_implementation not in transformers.AttentionMaskInterface._global_mapping
 
 
-def has_foreign_attention(model: PreTrainedModel) -> bool:
+def has_foreign_attention(model: GenerativeModel) -> bool:
     """Whether other code than transformers registered the attention that `model` uses."""
-    function: Any = AttentionInterface._global_mapping.get(model.config._attn_implementation or "")
+    function: Any = transformers.AttentionInterface._global_mapping.get(model.config._attn_implementation or "")
     while isinstance(function, partial):
         function = function.func
     return function is not None and not function.__module__.startswith(("transformers.", "hf_speculate."))
 
 
-def counts_along_cache(model: PreTrainedModel) -> str:
+def counts_along_cache(model: GenerativeModel) -> str:
     """The reason why an entry's place in the cache matters to `model` besides position and mask; "" if it does not."""
     config = model.config.get_text_config(decoder=True)
     if not takes_position_ids(model):
@@ -63,12 +64,12 @@ def counts_along_cache(model: PreTrainedModel) -> str:
     return ""
 
 
-def has_native_layers(model: PreTrainedModel) -> bool:
+def has_native_layers(model: GenerativeModel) -> bool:
     """Whether a kernel computes layers of `model` (`native.fused`). It rounds otherwise than modules."""
     return any(_are_native(model))
 
 
-def outside_kernel(model: PreTrainedModel) -> str:
+def outside_kernel(model: GenerativeModel) -> str:
     """The reason why not all layers of a model with native ones are computed by the kernel; "" if they are."""
     are_native = _are_native(model)
     if not any(are_native) or all(are_native):
@@ -79,7 +80,7 @@ def outside_kernel(model: PreTrainedModel) -> str:
     )
 
 
-def _are_native(model: PreTrainedModel) -> list[bool]:
+def _are_native(model: GenerativeModel) -> list[bool]:
     decoder: Any = model.get_decoder()
     layers = getattr(decoder, "layers", ())
     return [bool(getattr(vars(layer).get("forward"), "is_native", False)) for layer in layers]

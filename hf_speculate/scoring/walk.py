@@ -16,10 +16,10 @@ from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
 
 
 Attention: TypeAlias = Callable[..., tuple[Tensor, Any]]
@@ -225,20 +225,22 @@ class _Eager:
         with self._lock:
             self._num_running += 1
             if self._num_running == 1:
-                stock = self._stock = AttentionInterface.get_interface
+                stock = self._stock = transformers.AttentionInterface.get_interface
 
-                def interface(self: AttentionInterface, attn_implementation: str, default: Attention) -> Attention:
+                def interface(
+                    self: transformers.AttentionInterface, attn_implementation: str, default: Attention
+                ) -> Attention:
                     found = stock(self, attn_implementation, default)
                     return _walked(found) if attn_implementation == "eager" else found
 
-                AttentionInterface.get_interface = interface
+                transformers.AttentionInterface.get_interface = interface
         try:
             yield
         finally:
             with self._lock:
                 self._num_running -= 1
                 if not self._num_running:
-                    AttentionInterface.get_interface = self._stock
+                    transformers.AttentionInterface.get_interface = self._stock
 
 
 _eager = _Eager()

@@ -8,8 +8,6 @@ import os
 import weakref
 from typing import Any, NamedTuple, cast
 
-from transformers import PreTrainedModel
-
 from ..drafting import Drafter
 from ..errors import SpeculateError
 from ..files import folder_state, user_path
@@ -18,8 +16,8 @@ from ..registry import SpeculatorSpec, installed_drafters, joined_sources
 from .speculator import Speculator, make_speculator, refuse_model
 
 
-_resolved: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, _Made]] = weakref.WeakKeyDictionary()
-_attached: weakref.WeakKeyDictionary[PreTrainedModel, Speculator] = weakref.WeakKeyDictionary()
+_resolved: weakref.WeakKeyDictionary[GenerativeModel, dict[str, _Made]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[GenerativeModel, Speculator] = weakref.WeakKeyDictionary()
 
 
 class _Made(NamedTuple):
@@ -101,7 +99,7 @@ def _generating(model: GenerativeModel) -> list[GenerativeModel]:
     """
     if _generates_as_stock(model):
         return [model]
-    inner = [m for m in model.modules() if m is not model and isinstance(m, PreTrainedModel) and _generates_as_stock(m)]
+    inner = [m for m in model.modules() if m is not model and isinstance(m, GenerativeModel) and _generates_as_stock(m)]
     if not inner and not hasattr(model, "generate"):
         raise SpeculateError(
             f"{type(model).__name__} has no `generate`, nor has a model inside it: nothing to speed up."
@@ -109,7 +107,7 @@ def _generating(model: GenerativeModel) -> list[GenerativeModel]:
     return [model, *cast(list[GenerativeModel], inner)]
 
 
-def _generates_as_stock(model: PreTrainedModel) -> bool:
+def _generates_as_stock(model: GenerativeModel) -> bool:
     return getattr(getattr(type(model), "generate", None), "__hf_speculate__", False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import nn
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList
 
 from ..drafting import CalibrationTable, Drafter
 from ..errors import OptionError
@@ -29,7 +29,7 @@ from ..hub import (
     write_custom_generate,
 )
 from ..messages import get_logger
-from ..models import unwrap
+from ..models import GenerativeModel, unwrap
 from ..registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
 from ..stats import SpeculationStats
 from .options import EngineOptions
@@ -106,7 +106,7 @@ class Speculator:
         self._has_warned = False
         self._constrained: Speculator | None = None
 
-    def serving(self, processors: LogitsProcessorList, target: PreTrainedModel) -> Speculator:
+    def serving(self, processors: LogitsProcessorList, target: GenerativeModel) -> Speculator:
         """The speculator for a request with these processors: this one, or one that drafts along constraints too."""
         names = {part.name for part in self.drafter.parts}
         if not self.options.constraints or self.options.ahead or CONSTRAINED in names:

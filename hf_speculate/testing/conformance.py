@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
 from ..messages import get_logger
-from ..models import unwrap
+from ..models import GenerativeModel, unwrap
 from ..speculator import Speculator
 from ..tree import DraftTree
 from .lossless import check_lossless, prompt_ids
@@ -35,7 +35,7 @@ _LEVELS_CANCELLED = 3
 
 def check_drafter(
     drafter: Drafter | Speculator,
-    target: PreTrainedModel,
+    target: GenerativeModel,
     prompts: Sequence[Tensor | str],
     max_new_tokens: int = 24,
     *,
@@ -145,10 +145,10 @@ class _Watched(Drafter):
         self.num_asked = self.num_drafted = 0
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any):
+    def for_target(cls, target: GenerativeModel, **options: Any):
         raise NotImplementedError
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         self.inner.check_target(target)
 
     def start(self, request: DraftRequest) -> DraftSession:

@@ -9,7 +9,7 @@ and ancestor mask. Trees of equal structure share a plan.
 """
 
 from .draft_tree import DraftTree as DraftTree
-from .draft_tree import Unread as Unread
+from .draft_tree import HostFacts as HostFacts
 from .host_tree import HostTree as HostTree
 from .host_tree import TreeRow as TreeRow
 from .mask import TreeMask as TreeMask

@@ -20,7 +20,7 @@ from .reading import Reading
 _FEW = 128  # nodes of a batch, see `DraftTree.is_small`
 
 
-class Unread(NamedTuple):
+class HostFacts(NamedTuple):
     """The loop's knowledge of a tree on a device that it has not read, and so not checked.
 
     Attributes:
@@ -54,7 +54,7 @@ class DraftTree:
         unread: set while the tensors may hold anything; forwards run the tree `clamped`.
     """
 
-    unread: Unread | None = None
+    unread: HostFacts | None = None
 
     def __init__(
         self,

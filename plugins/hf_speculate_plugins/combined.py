@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import (
     Choices,
@@ -27,6 +26,7 @@ from hf_speculate.drafting import (
     Observation,
 )
 from hf_speculate.errors import OptionError
+from hf_speculate.models import GenerativeModel
 from hf_speculate.policy import Acceptance
 from hf_speculate.speculator import make_speculator, read_options
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
@@ -266,7 +266,7 @@ class CombinedDrafter(Drafter):
         return f"CombinedDrafter({' + '.join(map(repr, self.parts))}, {self.options})"
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         """`parts=` are drafters, names of drafters, or folders and Hub ids of heads; a pair adds options to a name:
         `parts=["prompt_lookup", ("examples/pycoder-eagle3", {"depth": 8})]`."""
         parts: Iterable[Any] = options.pop("parts", None) or ()
@@ -281,7 +281,7 @@ class CombinedDrafter(Drafter):
             ) from error
         return cls([_part(part, target) for part in parts], chosen)
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         """Every part has to fit."""
         for part in self.parts:
             part.check_target(target)
@@ -295,7 +295,7 @@ class CombinedDrafter(Drafter):
         return CombinedSession(self.parts, self.options, self.histories, request)
 
 
-def _part(part: Any, target: PreTrainedModel) -> Drafter:
+def _part(part: Any, target: GenerativeModel) -> Drafter:
     if isinstance(part, Drafter):
         return part
     if not isinstance(part, str | os.PathLike | tuple | list):

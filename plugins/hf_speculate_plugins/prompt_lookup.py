@@ -11,9 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
+from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
@@ -175,7 +174,7 @@ class PromptLookupDrafter(Drafter):
         return f"PromptLookupDrafter({self.options})"
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         return cls(read_options(PromptLookupOptions, options, cls.name))
 
     def start(self, request: DraftRequest) -> PromptLookupSession:

@@ -23,8 +23,8 @@ from hf_speculate.bench.methods import DEFAULT_RATES, Method, eager_method, scri
 from hf_speculate.bench.runs import (
     Request,
     TimedRun,
+    against_plain,
     batches,
-    beside_plain,
     generate_once,
     measure_in_turn,
     merged,
@@ -209,7 +209,7 @@ class _Place:
 
 def figures(runs: Sequence[TimedRun], name: str) -> dict[str, Any]:
     """Figures of one method at one context."""
-    found = beside_plain(runs, name)
+    found = against_plain(runs, name)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     if count := stats.target_forwards:
         found |= {

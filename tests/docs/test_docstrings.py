@@ -31,7 +31,6 @@ WORDS = {
     r"\bnobody|\bsomebody": "name who does it, or use the passive",
     # Something can be left or lag behind, and lie behind a link.
     r"(?<!left )(?<!lag )(?<!lags )(?<!ones )\bbehind\b(?! (?:a|the|every) link\b)": "after",
-    # `beside` is also a parameter: the second input of layers of a head.
     r"(?<![`\"])\bbeside\b(?![`\":]|-others\.md)": "next to, in addition to, with",
     r"\bgo(?:es)? on\b(?! to\b)|\bto go on\b": "continues, resumes",
     r"\bat last with\b": "last error:",

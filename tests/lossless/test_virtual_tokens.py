@@ -83,7 +83,7 @@ def test_a_cache_cannot_be_continued_behind_virtual_tokens(adapted, prompt):
 
 
 def test_a_peft_that_is_too_old_for_transformers_is_named(tiny_model, monkeypatch, prompt):
-    monkeypatch.setattr("hf_speculate.scoring.adapters.MIN_PEFT_VERSION", "99.0")
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
     model, speculator = with_adapter("prompt tuning", tiny_model), Speculator(RANDOM)
     with pytest.raises(UnsupportedRequestError, match=r"needs peft >= 99\.0, .* is installed"):
         model.generate(input_ids=prompt(9), max_new_tokens=3, speculator=speculator)

@@ -37,13 +37,23 @@ def project():
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 
 
-def imported(statement):
-    """Names of top-level modules that a fresh interpreter has loaded after `statement`."""
-    code = f"import sys\n{statement}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+# All that `import hf_speculate` may load in addition to what `generate` is made of. None takes 5 ms.
+LIGHT = {"hf_speculate", "html", "jaxtyping", "numpy", "psutil"}
+LIGHT_PARTS = {"transformers.generation.streamers", "transformers.integrations.sdpa_attention"}
+
+
+def modules(statement):
+    """Names of the modules that a fresh interpreter has loaded after `statement`."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd="/", check=True, capture_output=True, text=True, timeout=120
     )
     return set(result.stdout.split())
+
+
+def imported(statement):
+    """Names of top-level modules that a fresh interpreter has loaded after `statement`."""
+    return {name.partition(".")[0] for name in modules(statement)}
 
 
 def test_the_distribution_ships_our_packages_and_nothing_else(project):
@@ -67,6 +77,12 @@ class TestImports:
         loaded = imported("import hf_speculate, hf_speculate.testing")
         assert "transformers" in loaded
         assert not loaded & set(NOT_IN_CORE)
+
+    def test_the_core_loads_nothing_heavy_of_transformers(self):
+        more = modules("import hf_speculate") - modules("from transformers import GenerationMixin")
+        parts = {name for name in more if name.startswith("transformers.")}
+        assert parts <= LIGHT_PARTS, "models are loaded later, by who has one"
+        assert {name.partition(".")[0] for name in more - parts} <= LIGHT
 
     def test_this_check_can_fail(self):
         assert "hf_speculate_plugins" in imported("import hf_speculate_plugins")

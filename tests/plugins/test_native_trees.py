@@ -277,7 +277,7 @@ class TestOneCall:
         features = [torch.randn(batch_size, count, 704, generator=generator).to(dtype) for _ in range(3)]
         lengths = [count] * batch_size
         monkeypatch.setattr(EagleHead, "fuse", lambda *a: fused.append(1) or fuse(*a))
-        drawn = NativeSteps(one.loaded, one.reading, one.forward).tree_behind(
+        drawn = NativeSteps(one.loaded, one.reading, one.forward).tree_after(
             (tokens, features, lengths), one.state(), SIZE
         )
         assert bool(fused) is not is_quick
@@ -295,7 +295,7 @@ class TestOneCall:
         bench = Bench(make_head())
         steps, tokens = NativeSteps(bench.loaded, bench.reading, bench.forward), torch.tensor([[7, 96]])
         pending, length = (tokens, [torch.ones(1, 2, 64)] * 3, [2]), bench.reading.cache.lengths
-        assert steps.tree_behind(pending, bench.state(), SIZE) is None
+        assert steps.tree_after(pending, bench.state(), SIZE) is None
         assert bench.reading.cache.lengths == length
         native = steps.entries(tokens, bench.loaded.head.fuse(pending[1]))
         bench.reading.drop()
@@ -306,7 +306,7 @@ class TestOneCall:
         bench = Bench(make_head(), 3, padded=True)
         pending = torch.zeros(3, 2, dtype=torch.long), [torch.zeros(3, 2, 64)] * 3, [2, 1, 2]
         steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
-        assert steps.tree_behind(pending, bench.state(), SIZE) is None
+        assert steps.tree_after(pending, bench.state(), SIZE) is None
 
     def test_an_error_of_whoever_is_asked_comes_out(self):
         bench = Bench(make_head())

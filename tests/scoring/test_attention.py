@@ -230,6 +230,7 @@ def test_the_form_follows_the_device_and_the_model(tiny_model, monkeypatch):
 
 def test_an_sdpa_of_somebody_else_is_left_alone(tiny_model):
     model = tiny_model("llama")
+    install_attention()
     assert head_groups(model) == 2
 
     def foreign(*args, **kwargs):
@@ -244,13 +245,19 @@ def test_an_sdpa_of_somebody_else_is_left_alone(tiny_model):
         AttentionInterface.register("sdpa", grouped_sdpa)
 
 
-def test_uninstall_restores_stock():
+def test_attention_is_stocks_until_a_request_speculates(tiny_model):
+    model = tiny_model("llama")
+    TreeAttention(model, torch.device("cpu"))
     assert AttentionInterface()["sdpa"] is grouped_sdpa
     hf_speculate.uninstall()
     try:
         assert AttentionInterface()["sdpa"] is sdpa_attention_forward
     finally:
         hf_speculate.install()
+    prompt = torch.tensor(ROWS["single"])
+    model.generate(prompt, max_new_tokens=1)
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    model.generate(prompt, max_new_tokens=1, speculator="prompt_lookup")
     assert AttentionInterface()["sdpa"] is grouped_sdpa
 
 

@@ -41,7 +41,7 @@ template <class T> class DraftRun {
     if (!take()) return -1;
     const int64_t num_before = d.layers.num_keys + d.num_pending;
     if (d.num_pending) {
-      if (!look_up(d.embeddings, d.pending_tokens, batch_size * d.num_pending, row, beside)) return 0;
+      if (!look_up(d.embeddings, d.pending_tokens, batch_size * d.num_pending, row, second)) return 0;
       if (d.num_features && !fuse()) return -1;
       if (!forward(d.num_pending, d.num_features ? fused : d.pending_states, 0, 1, num_before, nullptr, nullptr)) return -1;
       for (int64_t b = 0; b < batch_size; b++)
@@ -51,7 +51,7 @@ template <class T> class DraftRun {
     for (int64_t level = 1; done > 0; level++) {
       grow(growth, shares, columns);
       if (level == growth.depth || !d.goes_on(level)) break;
-      if (!look_up(d.embeddings, growth.tokens, batch_size * width, row, beside)) return 0;
+      if (!look_up(d.embeddings, growth.tokens, batch_size * width, row, second)) return 0;
       for (int64_t i = 0; i < batch_size * width; i++) {
         const int64_t parent = i / width * fed_width + growth.previous[i];
         memcpy(states + i * hidden, fed_back + parent * hidden, hidden * sizeof(T));
@@ -78,7 +78,7 @@ template <class T> class DraftRun {
                     Scratch::rounded(num_shares * sizeof(int64_t));
     for (int64_t each : values) bytes += Scratch::rounded(each * sizeof(T));
     if (!memory.reserve(bytes)) return false;
-    T** places[] = {&states, &beside, &normed, &cos, &sin, &y, &joined, &fused};
+    T** places[] = {&states, &second, &normed, &cos, &sin, &y, &joined, &fused};
     for (int i = 0; i < 8; i++) *places[i] = memory.take<T>(values[i]);
     row = memory.take<float>(hidden), offsets = memory.take<int32_t>(nodes + 1), runs = memory.take<int32_t>(2 * num_runs);
     shares = memory.take<float>(num_shares), columns = memory.take<int64_t>(num_shares);
@@ -104,7 +104,7 @@ template <class T> class DraftRun {
       memcpy(sin + i * head_dim, (const T*)d.sin + position * head_dim, head_dim * sizeof(T));
     }
     Call& call = d.layers;
-    call.x = x, call.beside = beside, call.y = y;
+    call.x = x, call.second = second, call.y = y;
     call.batch_size = batch_size, call.num_queries = num_rows, call.num_keys = num_keys;
     call.cos[0] = cos, call.sin[0] = sin, call.rotary_stride = num_rows * head_dim;
     call.offsets[0] = offsets, call.runs[0] = runs;
@@ -127,7 +127,7 @@ template <class T> class DraftRun {
   Growth& growth;
   const int64_t batch_size, width, hidden, head_dim;
   Scratch memory;
-  T *states, *beside, *normed, *cos, *sin, *y, *joined, *fused;
+  T *states, *second, *normed, *cos, *sin, *y, *joined, *fused;
   float *row, *shares;
   int32_t *offsets, *runs;
   int64_t* columns;

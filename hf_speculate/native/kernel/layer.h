@@ -17,7 +17,7 @@ struct Layer {
   double eps, scale;
   // all but `mlp_norm` may be null; `q_norm` and `k_norm` apply to each head, the last two to what a part adds
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm;
-  const void *beside_norm, *attention_post_norm, *mlp_post_norm;
+  const void *second_norm, *attention_post_norm, *mlp_post_norm;
   double norm_shift;  // added to the weights of norms
   int64_t gelu;       // the activation is GELU's approximation by tanh, else SiLU
   int64_t type;       // 0 or 1: which angles and sights of the call hold for the layer
@@ -29,7 +29,7 @@ struct Layer {
 
 // `CallStructure` of layers.py.
 struct Call {
-  const void *x, *beside;  // [batch row, query, hidden]; `beside` is the second input of layers that join it
+  const void *x, *second;  // [batch row, query, hidden]; `second` is an input that layers with `joins` put before the states
   void* y;  // outputs of each layer, in the shape of x
   int64_t num_layers;
   const Layer* const* layers;  // all of the same sizes
@@ -137,7 +137,7 @@ template <class T> class LayerRun {
   // Makes the input of queries, keys and values.
   void begin(int64_t m) {
     const int64_t own = layer.joins * layer.hidden;
-    if (layer.joins) norm((const T*)call.beside + m * layer.hidden, layer.beside_norm, 0, m);
+    if (layer.joins) norm((const T*)call.second + m * layer.hidden, layer.second_norm, 0, m);
     norm(x + m * layer.hidden, layer.attention_norm, own, m,
          layer.norms_residual ? residual + m * layer.hidden : nullptr);
     finish(own + layer.hidden, layer.qkv, 3, m);

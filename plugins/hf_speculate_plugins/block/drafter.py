@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import DraftRequest, DraftState
+from hf_speculate.models import GenerativeModel
 from hf_speculate.tree import DraftTree
 
 from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
@@ -76,7 +76,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     options_classes = (BlockOptions, BlockConventions)
     head_files = BlockFiles
 
-    def __init__(self, loaded: LoadedHead[BlockHead], target: PreTrainedModel, options: BlockOptions | None = None):
+    def __init__(self, loaded: LoadedHead[BlockHead], target: GenerativeModel, options: BlockOptions | None = None):
         super().__init__(loaded, target, options)
         self.feature_layers = tuple(dict.fromkeys(self.spec.feature_layers))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, Shapes, Stated, mask_token_of, windows_of
+from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, HeadFacts, Shapes, mask_token_of, windows_of
 from ..heads import HeadFiles
 from .defaults import DEFAULTS, Defaults
 from .head import BlockHead
@@ -42,7 +42,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
     @classmethod
-    def spec_of(cls, stated: Stated, conventions: BlockConventions) -> BlockSpec:
+    def spec_of(cls, stated: HeadFacts, conventions: BlockConventions) -> BlockSpec:
         shapes, fields = stated.shapes, stated.layer_fields()
         keys = _Keys.of(stated)
         fields["qk_norm"] |= stated.layers.text("model_type") == "qwen3"
@@ -67,7 +67,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return changed
 
     @classmethod
-    def unclear(cls, stated: Stated, spec: BlockSpec) -> dict[str, str]:
+    def unclear(cls, stated: HeadFacts, spec: BlockSpec) -> dict[str, str]:
         if _stated_layers(stated, spec.dialect):
             return {}
         return {"feature_layers": "which hidden states of the target it reads"}
@@ -89,7 +89,7 @@ class _Keys:
     defaults: Defaults
 
     @classmethod
-    def of(cls, stated: Stated) -> _Keys:
+    def of(cls, stated: HeadFacts) -> _Keys:
         dialect = _dialect(stated)
         is_flat = dialect in ("speculators", "llama.cpp")
         places = (stated.config,) if is_flat else (stated.nested, stated.config)
@@ -111,7 +111,7 @@ class _Keys:
         return next((self.flag(name) for name in names if name in self.place(name)), None)
 
 
-def _dialect(stated: Stated) -> Dialect:
+def _dialect(stated: HeadFacts) -> Dialect:
     config, nested = stated.config, stated.nested
     if GGUF_ARCHITECTURE in config:
         return "llama.cpp"
@@ -129,7 +129,7 @@ def _dialect(stated: Stated) -> Dialect:
     return "deepspec" if is_flat or any("DSpark" in name for name in architectures) else "zlab"
 
 
-def _method(stated: Stated, dialect: Dialect, places: tuple[ConfigValues, ...]) -> Method:
+def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...]) -> Method:
     config = stated.config
     if dialect == "llama.cpp":
         return "dspark" if _MARKOV in stated.shapes else "dflash"
@@ -143,7 +143,7 @@ def _method(stated: Stated, dialect: Dialect, places: tuple[ConfigValues, ...]) 
     return "dspark" if any(place.values.get("markov_rank") for place in places) else "dflash"
 
 
-def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, Any]:
+def _features(stated: HeadFacts, dialect: Dialect, hidden_size: int) -> dict[str, Any]:
     """Indices and width of the target's states. Ids in files are outputs of layers (-1: the embeddings); those of
     speculators and llama.cpp are indices into `hidden_states`."""
     config, adapter = stated.config, stated.shapes.get("hidden_dim_adapter.proj.weight")
@@ -165,7 +165,7 @@ def _features(stated: Stated, dialect: Dialect, hidden_size: int) -> dict[str, A
     }
 
 
-def _stated_layers(stated: Stated, dialect: Dialect) -> tuple[int, ...]:
+def _stated_layers(stated: HeadFacts, dialect: Dialect) -> tuple[int, ...]:
     if dialect in ("speculators", "llama.cpp"):
         return tuple(stated.config.indices("aux_hidden_state_layer_ids"))
     ids = stated.nested.indices("target_layer_ids") or stated.config.indices("target_layer_ids")
@@ -180,7 +180,7 @@ def _spread(config: ConfigValues, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (depth - 4) / (count - 1)) + 1 for i in range(count))
 
 
-def _block(stated: Stated, keys: _Keys, mask_token_id: int | None) -> dict[str, Any]:
+def _block(stated: HeadFacts, keys: _Keys, mask_token_id: int | None) -> dict[str, Any]:
     config, place = stated.config, keys.place("block_size")
     # llama.cpp's DFlash always drafts from the slot after the anchor.
     can_be_first = (keys.dialect, keys.method) != ("llama.cpp", "dflash")
@@ -197,7 +197,7 @@ def _block(stated: Stated, keys: _Keys, mask_token_id: int | None) -> dict[str, 
     return {"method": keys.method, "block_size": block_size, "mask_token_id": token, "first_slot": first_slot}
 
 
-def _visibility(stated: Stated, keys: _Keys, num_layers: int) -> dict[str, Any]:
+def _visibility(stated: HeadFacts, keys: _Keys, num_layers: int) -> dict[str, Any]:
     """Reach of the slots: backwards, and among each other. One flag decides for all layers; without it layers with a
     window are causal, and others are not."""
     windows = windows_of(stated.layers, num_layers)
@@ -224,7 +224,7 @@ def _logits(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _scoring_parts(stated: Stated, keys: _Keys) -> dict[str, Any]:
+def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
     """Markov head, confidence head, convolutions, selector."""
     shapes, has_confidence = stated.shapes, "confidence_head.proj.weight" in stated.shapes
     found: dict[str, Any] = {}

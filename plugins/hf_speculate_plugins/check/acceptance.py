@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftState, FeatureTaps
 from hf_speculate.errors import CheckpointError
@@ -97,7 +96,7 @@ class HeadReader:
         CheckpointError: the folder holds a draft model.
     """
 
-    def __init__(self, folder: str, target: PreTrainedModel):
+    def __init__(self, folder: str, target: GenerativeModel):
         self._folder, self._target, self._class = folder, target, drafter_class_for(folder)
         self._known = {field.name for field in fields(self._class.options_classes[0])}
         self.name = self._class.name
@@ -126,7 +125,7 @@ class HeadReader:
 
 
 @torch.no_grad()
-def replayed(drafter: Drafter, target: PreTrainedModel, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
+def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
     """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short.
 
     Args:
@@ -155,7 +154,7 @@ class _Replay:
         depth: tokens of a chain.
     """
 
-    def __init__(self, drafter: Drafter, target: PreTrainedModel, texts: Sequence[Text], depth: int):
+    def __init__(self, drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int):
         self._texts, self._depth, self._layers = texts, depth, drafter.feature_layers
         prompts = [text.token_ids[: text.num_prompt] for text in texts]
         self._ids = _left_padded(prompts)

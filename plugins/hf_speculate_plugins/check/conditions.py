@@ -116,7 +116,7 @@ def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class HeadInUse:
     """A head and its target as they are used.
 
     Attributes:
@@ -153,7 +153,7 @@ class Use:
         return Measured(name, reader.accepted(self.options, texts, depth), [text.num_prompt for text in texts], depth)
 
 
-def find_conditions(use: Use, *, others: bool) -> tuple[Finding, ...]:
+def find_conditions(use: HeadInUse, *, others: bool) -> tuple[Finding, ...]:
     """Finds the conditions that clearly lower acceptance, the largest gain first.
 
     Args:
@@ -195,7 +195,7 @@ def _json(read: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
         return {}
 
 
-def _template(now: Measured, use: Use) -> Iterator[Finding | None]:
+def _template(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
     template = use.tokenizer.chat_template
     if not template or any(not isinstance(prompt.content, str) for prompt in use.prompts):
         return
@@ -212,7 +212,7 @@ def _template(now: Measured, use: Use) -> Iterator[Finding | None]:
     yield compare("chat template", replace(now, name=f"{here} the chat template"), use.measure(name, ids), meaning)
 
 
-def _thinking(now: Measured, use: Use) -> Iterator[Finding | None]:
+def _thinking(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
     if not use.uses_template or "enable_thinking" not in str(use.tokenizer.chat_template):
         return
     for switch in (True, False):
@@ -222,7 +222,7 @@ def _thinking(now: Measured, use: Use) -> Iterator[Finding | None]:
             yield compare("thinking", now, use.measure(name, ids), f"it was trained on answers {name}.")
 
 
-def _adapter(now: Measured, use: Use) -> Iterator[Finding | None]:
+def _adapter(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
     if use.without_adapter is not None:
         with use.without_adapter():
             other = use.measure("without it", use.ids)
@@ -230,7 +230,7 @@ def _adapter(now: Measured, use: Use) -> Iterator[Finding | None]:
         yield compare("adapter", replace(now, name="with the adapter"), other, meaning)
 
 
-def _quantisation(now: Measured, use: Use) -> Iterator[Finding | None]:
+def _quantisation(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
     label = quantization_label(use.target)
     if not label or use.without_adapter is not None:  # an adapter belongs to the loaded copy of the target
         return

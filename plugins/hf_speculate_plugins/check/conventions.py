@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from hf_speculate.models import GenerativeModel
 
 from .acceptance import ReadingOptions
 
@@ -19,7 +19,7 @@ class Alternative:
     meaning: str
 
 
-def alternatives(drafter: Any, target: PreTrainedModel, options: ReadingOptions) -> list[Alternative]:
+def alternatives(drafter: Any, target: GenerativeModel, options: ReadingOptions) -> list[Alternative]:
     """One change of every convention that `options` leave open; none for methods without conventions.
 
     Args:
@@ -38,7 +38,7 @@ _SWITCHES = {
 _PLACES = {0: "the token after its place (DeepSpec)", 1: "the token at its place (z-lab)"}
 
 
-def _of_eagle(drafter: Any, target: PreTrainedModel) -> Iterator[Alternative]:
+def _of_eagle(drafter: Any, target: GenerativeModel) -> Iterator[Alternative]:
     """Layers, RoPE base, norms, embeddings."""
     spec, report, depth = drafter.spec, drafter.report, target.config.get_text_config(decoder=True).num_hidden_layers
     default = (2, depth // 2, depth - 3) if spec.version == 3 and spec.num_features == 3 else None
@@ -54,7 +54,7 @@ def _of_eagle(drafter: Any, target: PreTrainedModel) -> Iterator[Alternative]:
         yield Alternative({"embeddings": "own"}, "the embeddings in the file")
 
 
-def _of_block(drafter: Any, target: PreTrainedModel) -> Iterator[Alternative]:
+def _of_block(drafter: Any, target: GenerativeModel) -> Iterator[Alternative]:
     """Layers, first slot, causality, RoPE base."""
     spec, depth = drafter.spec, target.config.get_text_config(decoder=True).num_hidden_layers
     yield from _other_layers(spec.feature_layers, depth)
@@ -75,7 +75,7 @@ def _other_layers(layers: tuple[int, ...], depth: int, default: tuple[int, ...] 
             yield Alternative({"feature_layers": list(other)}, f"{meaning}, hidden states {list(other)}")
 
 
-def _other_bases(rope: dict[str, Any], target: PreTrainedModel) -> Iterator[Alternative]:
+def _other_bases(rope: dict[str, Any], target: GenerativeModel) -> Iterator[Alternative]:
     """RoPE bases to try: 10000 (some trainers' own), the target's, Llama 3's and Qwen's."""
     targets = (getattr(target.config, "rope_parameters", None) or {}).get("rope_theta")
     for base in dict.fromkeys(float(base) for base in (1e4, targets, 5e5, 1e6) if base):

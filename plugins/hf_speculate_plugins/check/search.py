@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
 from hf_speculate.stats import HeadRecord
 
 from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text
@@ -134,7 +134,7 @@ class HeadCheck:
 def check_head(
     reader: HeadReader,
     head: str,
-    target: PreTrainedModel,
+    target: GenerativeModel,
     texts: Sequence[Text],
     *,
     depth: int = 5,

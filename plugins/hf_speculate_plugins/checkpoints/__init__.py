@@ -7,9 +7,9 @@ dropped or left at its initial value in silence. Nothing here knows a method; `l
 from .accounting import KeyAccount, LoadReport, num_indexed
 from .config import GGUF_ARCHITECTURE, GGUF_FILE, GGUF_ROPE, ConfigValues, mask_token_of
 from .decoder_config import (
+    HeadFacts,
     HeadSpec,
     Shapes,
-    Stated,
     check_stated_size,
     check_stated_target,
     facts_of_target,
@@ -47,13 +47,13 @@ __all__ = [
     "GGUF_ROPE",
     "Checkpoint",
     "ConfigValues",
+    "HeadFacts",
     "HeadSpec",
     "KeyAccount",
     "LoadReport",
     "LoadedTarget",
     "OpenedHead",
     "Shapes",
-    "Stated",
     "TargetFiles",
     "check_stated_size",
     "check_stated_target",

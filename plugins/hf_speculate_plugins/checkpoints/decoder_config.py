@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import check_stated_name
+from hf_speculate.models import GenerativeModel
 
 from .accounting import num_indexed
 from .config import ConfigValues, refuse_switches
@@ -119,7 +118,7 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
-class Stated:
+class HeadFacts:
     """Everything that the files of a head state about it.
 
     Attributes:
@@ -139,7 +138,7 @@ class Stated:
     layers: ConfigValues
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str, layer_type: str) -> Stated:
+    def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str, layer_type: str) -> HeadFacts:
         """The statements of a checkpoint.
 
         Args:
@@ -262,7 +261,7 @@ def stated_sizes(spec: HeadSpec) -> dict[str, Any]:
     }
 
 
-def check_stated_target(folder: str, config: Mapping[str, Any], target: PreTrainedModel) -> None:
+def check_stated_target(folder: str, config: Mapping[str, Any], target: GenerativeModel) -> None:
     """Compares depth, name and class of the target with the config's: `num_target_layers` (SpecForge, DeepSpec),
     `base_model_name_or_path` (Medusa) and `verifier` (speculators). Another name or class is logged, once.
 

@@ -42,8 +42,8 @@ from hf_speculate.scoring import quantization_label
 from ..check import (
     AcceptanceRates,
     HeadCheck,
+    HeadInUse,
     HeadReader,
-    Use,
     check_head,
     find_conditions,
     measure_calibration,
@@ -143,7 +143,7 @@ def check(
         head, model, ids, depth=depth, max_new_tokens=max_new_tokens, try_alternatives=alternatives
     )
     name = str(model.dtype).removeprefix("torch.")
-    use = Use(
+    use = HeadInUse(
         folder=local_folder(head),
         options=found.fix,
         depth=depth,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
@@ -46,7 +46,7 @@ _MAX_PACKED = 32
 _HEAD_TENSORS = ("fc.", "fusion_fc.", "midlayer.", "medusa_head.", "hidden_norm.")
 
 
-def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
+def load_beside(place: str, target: GenerativeModel) -> GenerativeModel:
     """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) for the target, see `load_model`."""
     place = user_path(place)
     if place.endswith(".gguf"):
@@ -56,7 +56,7 @@ def load_beside(place: str, target: PreTrainedModel) -> PreTrainedModel:
     return load_model(local_folder(place), target)
 
 
-def load_model(folder: str, target: PreTrainedModel) -> PreTrainedModel:
+def load_model(folder: str, target: GenerativeModel) -> GenerativeModel:
     """The causal LM in `folder` for the target: same dtype, same device.
 
     Raises:
@@ -123,7 +123,7 @@ class DraftModelDrafter(Drafter):
     drafts_ahead = True
     options_classes = (DraftModelOptions,)
 
-    def __init__(self, model: PreTrainedModel, options: DraftModelOptions | None = None):
+    def __init__(self, model: GenerativeModel, options: DraftModelOptions | None = None):
         shape, reason = supported_shape(model, DynamicCache(config=model.config))
         if shape == "single":
             raise TargetMismatchError(f"{type(model).__name__} cannot be a draft model: {reason}.")
@@ -144,7 +144,7 @@ class DraftModelDrafter(Drafter):
         )
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`."""
         model = options.pop("model", None)
         if model is None:
@@ -175,11 +175,11 @@ class DraftModelDrafter(Drafter):
         return [*checkpoint_files(folder), *_TOKENIZER_FILES]
 
     @classmethod
-    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+    def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
         """Loads the draft model for the target: same dtype, same device."""
         return cls.for_target(target, model=folder, **options)
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         """Compares vocabularies: sizes (padding rows aside) and special token ids."""
         ours, theirs = (m.config.get_text_config(decoder=True) for m in (self.model, target))
         # Checkpoints of one family pad the same tokenizer differently (Qwen2: 151936 and 152064 rows).
@@ -196,7 +196,7 @@ class DraftModelDrafter(Drafter):
                     "different tokenizers; a draft model must share the target's."
                 )
 
-    def _check_smaller(self, target: PreTrainedModel) -> None:
+    def _check_smaller(self, target: GenerativeModel) -> None:
         """Raises `TargetMismatchError` for the target itself, or equal weights in no fewer bytes: that never pays."""
         ours, theirs = unwrap(self.model), unwrap(target)
         sizes = [model.get_memory_footprint(return_buffers=False) for model in (ours, theirs)]

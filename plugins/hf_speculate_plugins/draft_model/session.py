@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
+from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import Scorer, num_positions, supported_shape, takes_position_ids
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
@@ -35,7 +36,7 @@ class DraftModelSession(DraftSession):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: GenerativeModel,
         options: DraftModelOptions,
         conversations: Conversations[TreeCache],
         request: DraftRequest,

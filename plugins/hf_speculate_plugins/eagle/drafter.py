@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Conversations, DraftRequest, DraftState
+from hf_speculate.models import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
@@ -147,7 +147,7 @@ class EagleSession(HeadSession[EagleHead]):
         return DraftTree.chain(chain.token_ids, chain.values)
 
     def _tree(self, state: DraftState, steps: Steps, size: TreeSize) -> DraftTree:
-        drawn = None if self._pending is None else steps.tree_behind(self._pending, state, size, self._root_hidden)
+        drawn = None if self._pending is None else steps.tree_after(self._pending, state, size, self._root_hidden)
         if drawn is None:
             return steps.tree(self._root(), state, size)
         tree, self._root_hidden = drawn
@@ -193,7 +193,7 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     options_classes = (EagleOptions, EagleConventions)
     head_files = EagleFiles
 
-    def __init__(self, loaded: LoadedHead[EagleHead], target: PreTrainedModel, options: EagleOptions | None = None):
+    def __init__(self, loaded: LoadedHead[EagleHead], target: GenerativeModel, options: EagleOptions | None = None):
         super().__init__(loaded, target, options)
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))

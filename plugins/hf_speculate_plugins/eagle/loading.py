@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.models import GenerativeModel
 
 from ..checkpoints import (
     GGUF_ARCHITECTURE,
     ConfigValues,
+    HeadFacts,
     OpenedHead,
     Shapes,
-    Stated,
     mask_token_of,
     rope_of,
     speculators_version,
@@ -78,7 +78,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
 
     @classmethod
     def open(
-        cls, folder: str, conventions: EagleConventions | None = None, target: PreTrainedModel | None = None
+        cls, folder: str, conventions: EagleConventions | None = None, target: GenerativeModel | None = None
     ) -> OpenedHead[EagleSpec]:
         opened = super().open(folder, conventions, target)
         if target is not None and opened.spec.parallel and opened.spec.mask_token_id is None:
@@ -89,7 +89,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         return opened
 
     @classmethod
-    def spec_of(cls, stated: Stated, conventions: EagleConventions) -> EagleSpec:
+    def spec_of(cls, stated: HeadFacts, conventions: EagleConventions) -> EagleSpec:
         version = eagle_version(stated.shapes)
         assert version is not None
         dialect = _dialect(stated, version)
@@ -127,7 +127,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
             )
 
     @classmethod
-    def unclear(cls, stated: Stated, spec: EagleSpec) -> dict[str, str]:
+    def unclear(cls, stated: HeadFacts, spec: EagleSpec) -> dict[str, str]:
         config = stated.config
         if spec.version == 1:
             return {}
@@ -177,7 +177,7 @@ def eagle_version(shapes: Shapes) -> Literal[1, 3] | None:
     return 1 if q_proj[1] == o_proj[0] and not has_hidden_norm else None
 
 
-def _dialect(stated: Stated, version: int) -> Dialect:
+def _dialect(stated: HeadFacts, version: int) -> Dialect:
     config = stated.config
     if version == 1:
         return "eagle1"
@@ -211,7 +211,7 @@ def _by_automodel(config: ConfigValues) -> bool:
     return "parallel_drafting" in config
 
 
-def _own_output(stated: Stated, dialect: str, version: int) -> bool:
+def _own_output(stated: HeadFacts, dialect: str, version: int) -> bool:
     """Whether the output matrix is the head's own. Files that leave it out on purpose state this; ModelOpt's need
     not."""
     config = stated.config
@@ -228,7 +228,7 @@ def _own_output(stated: Stated, dialect: str, version: int) -> bool:
     )
 
 
-def _features(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
+def _features(stated: HeadFacts, dialect: str, version: int) -> dict[str, Any]:
     """Number, width and indices of the features: ids in files are outputs of layers, or `hidden_states` indices."""
     hidden_size, fc_size = stated.shapes["fc.weight"][0], stated.shapes["fc.weight"][1]
     if version == 1:
@@ -251,7 +251,7 @@ def _features(stated: Stated, dialect: str, version: int) -> dict[str, Any]:
     return {"num_features": num_features, "target_hidden_size": target_hidden_size, "feature_layers": layers}
 
 
-def _feature_layers(stated: Stated) -> tuple[int, ...] | None:
+def _feature_layers(stated: HeadFacts) -> tuple[int, ...] | None:
     config, key = stated.config, "eagle_aux_hidden_state_layer_ids"
     if ids := config.indices(key):
         return tuple(ids)
@@ -259,7 +259,7 @@ def _feature_layers(stated: Stated) -> tuple[int, ...] | None:
     return tuple(i + 1 for i in ids) if ids else None
 
 
-def _switches(stated: Stated, dialect: Dialect, version: int) -> dict[str, Any]:
+def _switches(stated: HeadFacts, dialect: Dialect, version: int) -> dict[str, Any]:
     """Norms and biases. If the config announces one, its tensor must be there: a missing one was lost."""
     shapes, config, nested = stated.shapes, stated.config, stated.nested
 
@@ -294,13 +294,13 @@ def _switches(stated: Stated, dialect: Dialect, version: int) -> dict[str, Any]:
     return switches
 
 
-def _defaults(stated: Stated, dialect: Dialect) -> Mapping[str, Any]:
+def _defaults(stated: HeadFacts, dialect: Dialect) -> Mapping[str, Any]:
     is_parallel = bool(_mask(stated))
     is_unsigned = dialect == "speculators" and speculators_version(stated.config) is None
     return UNSIGNED if is_unsigned and not is_parallel else DEFAULTS[dialect]
 
 
-def _mask(stated: Stated) -> dict[str, Any]:
+def _mask(stated: HeadFacts) -> dict[str, Any]:
     config = stated.config
     is_said = config.text("speculators_model_type") == "peagle" or config.flag("parallel_drafting", False)
     return {"parallel": True, "mask_token_id": mask_token_of(config)} if is_said or _MASK in stated.shapes else {}

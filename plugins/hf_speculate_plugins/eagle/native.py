@@ -26,9 +26,9 @@ from hf_speculate.native import (
     NativeGrowth,
     NativeLayers,
     NativeRanking,
+    PendingEntries,
     Sampling,
     TreeRows,
-    Unread,
     has_kernel,
     new_rows,
     served,
@@ -93,8 +93,8 @@ class NativeForward:
         rows = None if layers is None else new_rows(layers, states, cache, 0, masks[0])
         if rows is None:
             return None
-        states, beside = self.inputs(token_ids, states)
-        return rows.run(states, self.rotary(states, position_ids), beside)[-1]
+        states, second = self.inputs(token_ids, states)
+        return rows.run(states, self.rotary(states, position_ids), second)[-1]
 
     @property
     def embeddings(self) -> nn.Module:
@@ -108,24 +108,26 @@ class NativeForward:
             self._looked_up = self.embeddings, NativeDraft.looks_up(self.embeddings, self._head.dtype)
         return self._head.spec.version == 3 and self._looked_up[1]
 
-    def unread(self, token_ids: Int[Tensor, "B J"], features: Sequence[Float[Tensor, "B J Ht"]]) -> Unread:
+    def pending_entries(
+        self, token_ids: Int[Tensor, "B J"], features: Sequence[Float[Tensor, "B J Ht"]]
+    ) -> PendingEntries:
         """Entries of an EAGLE-3 head as the one call reads them."""
         head, tokens = self._head, token_ids.contiguous()
         is_plain = not (head.spec.fc_norm or head.spec.norm_before_fc)
-        fusing = Unread.fusing_of(head.fc, len(features)) if is_plain else None
+        fusing = PendingEntries.fusing_of(head.fc, len(features)) if is_plain else None
         if fusing is None or any(states.dtype != head.dtype or not states.is_cpu for states in features):
-            return Unread(tokens, [head.fuse(features).contiguous()])
-        return Unread(tokens, [states.contiguous() for states in features], fusing)
+            return PendingEntries(tokens, [head.fuse(features).contiguous()])
+        return PendingEntries(tokens, [states.contiguous() for states in features], fusing)
 
     def inputs(
         self, token_ids: Int[Tensor, "B N"], states: Float[Tensor, "B N Hd"]
     ) -> tuple[Float[Tensor, "B N Hd"], Float[Tensor, "B N Hd"] | None]:
         """The input of the first layer, and the part that the layer joins to it."""
         head = self._head
-        beside = head.embed(token_ids)
+        second = head.embed(token_ids)
         if head.spec.version == 3:
-            return states, beside
-        return finite(head.fc(torch.cat([beside, states], dim=-1))), None
+            return states, second
+        return finite(head.fc(torch.cat([second, states], dim=-1))), None
 
     def current_layers(self) -> NativeLayers | None:
         """The layers, made again if weights were exchanged or moved; None if the kernel cannot compute them now."""
@@ -162,7 +164,7 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
     spec = head.spec
     norms = {"mlp_norm": layer.post_attention_layernorm}
     is_entry = isinstance(layer, EntryLayer)
-    before = "beside_norm" if is_entry else "attention_norm"
+    before = "second_norm" if is_entry else "attention_norm"
     if hasattr(layer, "input_layernorm"):
         norms[before] = layer.input_layernorm
     if is_entry:
@@ -200,7 +202,7 @@ class NativeSteps(PlainSteps):
         tree = self._native_tree(root.contiguous(), None, state, size)
         return super().tree(root, state, size) if tree is None else tree
 
-    def tree_behind(
+    def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         token_ids, features, lengths = pending
@@ -209,19 +211,21 @@ class NativeSteps(PlainSteps):
             return None
         head = self._loaded.head
         states = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)  # no row keeps its `root`
-        tree = self._native_tree(states, self._forward.unread(token_ids, features), state, size)
+        tree = self._native_tree(states, self._forward.pending_entries(token_ids, features), state, size)
         if tree is None:
             return None
         self._reading.keep(lengths)
         return tree, states
 
     @torch.no_grad()
-    def _native_tree(self, root: Tensor, unread: Unread | None, state: DraftState, size: TreeSize) -> DraftTree | None:
+    def _native_tree(
+        self, root: Tensor, pending: PendingEntries | None, state: DraftState, size: TreeSize
+    ) -> DraftTree | None:
         """The tree; None, and no committed entry changed, where the modules have to draw it.
 
         Args:
-            root: states of the entry committed last; written to if something is unread.
-            unread: entries that the one call reads first.
+            root: states of the entry committed last; written to if entries are pending.
+            pending: entries that the one call reads first.
         """
         forward, reading = self._forward, self._reading
         layers, ranking = forward.current_layers(), forward.current_ranking()
@@ -236,7 +240,7 @@ class NativeSteps(PlainSteps):
 
         first = noise(0)
         width = min(size.width, ranking.num_columns if first is None else first.shape[-1])
-        num_pending = 0 if unread is None else unread.tokens.shape[1]
+        num_pending = 0 if pending is None else pending.tokens.shape[1]
         rows = tree_rows(layers, root, reading.cache.cache, (width, size.depth), reading.visible(), num_pending)
         if rows is None:
             return None
@@ -249,7 +253,7 @@ class NativeSteps(PlainSteps):
             starts = reading.next_positions()
             angles = forward.angles(root, max(starts) + num_pending + growth.depth)
             draft = NativeDraft(rows, ranking, forward.embeddings, angles)
-            is_grown = draft.grow(growth, root, unread, torch.tensor(starts), sampling, noise, goes_on)
+            is_grown = draft.grow(growth, root, pending, torch.tensor(starts), sampling, noise, goes_on)
         else:
             is_grown = self._grow_by_levels(growth, root, rows, ranking, sampling, noise, goes_on)
         if not is_grown:
@@ -276,8 +280,8 @@ class NativeSteps(PlainSteps):
             growth.extend(ranked.shares, ranked.columns)
             if level == growth.depth or not goes_on():
                 break
-            states, beside = self._forward.inputs(growth.tokens, parent_states(ranked.fed_back, growth.previous))
+            states, second = self._forward.inputs(growth.tokens, parent_states(ranked.fed_back, growth.previous))
             positions = self._reading.positions_at(torch.full((1, 1), level - 1)).expand(-1, width)
-            hidden = rows.run(growth, states, self._forward.rotary(states, positions), beside)[-1]
+            hidden = rows.run(growth, states, self._forward.rotary(states, positions), second)[-1]
             ranked = ranking.run(hidden, width, noise(level), sampling)
         return True

@@ -200,7 +200,7 @@ class CompiledSteps(CompiledForwards):
             return tree_of_levels(self._loaded, self.level, root, state, size)
         return self._drawn(None, root, state, size) or self._plain.tree(root, state, size)
 
-    def tree_behind(
+    def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         """The entries and the tree in one graph."""

@@ -71,7 +71,7 @@ class PlainSteps:
         """A dynamic tree after the entry committed last, whose states are `root`."""
         return tree_of_levels(self._loaded, self.level, root, state, size)
 
-    def tree_behind(
+    def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         """Commits pending entries and draws a dynamic tree after them; returns it with the states of the last entry.

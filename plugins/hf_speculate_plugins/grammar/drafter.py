@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.messages import get_logger
+from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
@@ -166,7 +167,7 @@ class GrammarDrafter(Drafter):
         return f"GrammarDrafter({self.options})"
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         return cls(read_options(GrammarOptions, options, cls.name))
 
     @classmethod

@@ -7,12 +7,12 @@ import os
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.hub import local_folder
+from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import read_options
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
@@ -42,7 +42,7 @@ class HeadDrafter(Drafter, Generic[Head]):
     options_classes: ClassVar[tuple[type[Any], type[Any]]]
     head_files: ClassVar[type[HeadFiles[Any, Any]]]
 
-    def __init__(self, loaded: LoadedHead[Head], target: PreTrainedModel, options: Any = None):
+    def __init__(self, loaded: LoadedHead[Head], target: GenerativeModel, options: Any = None):
         self._loaded = loaded
         self.options = options or self.options_classes[0]()
         self.conversations: Conversations[Any] = Conversations()
@@ -74,7 +74,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         return cls.head_files.recognizes(tensor_shapes(folder))
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         """`head=` is the folder or Hub id of the head; the other options are those of `from_folder`."""
         head = options.pop("head", None)
         if head is None:
@@ -84,7 +84,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         return cls.from_folder(local_folder(head), target, **options)
 
     @classmethod
-    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+    def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
         """Options are the fields of `options_classes`, for drafting and for reading the head."""
         how_to_draft, how_to_read = cls.options_classes
         names = {field.name for field in dataclasses.fields(how_to_read)}
@@ -135,7 +135,7 @@ class HeadDrafter(Drafter, Generic[Head]):
         """Writes the head in `folder` to `path` in another layout, see `HeadFiles.convert`."""
         return cls.head_files.convert(folder, path, layout, target, out_type)
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         """Compares hidden size, vocabulary and depth. A target with added tokens needs embeddings that have them."""
         self.head_files.check_fits(self.spec, target)
         num_tokens = target.config.get_text_config(decoder=True).vocab_size

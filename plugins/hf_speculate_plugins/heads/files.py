@@ -14,23 +14,23 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.messages import get_logger
+from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer, output_rows
 
 from ..checkpoints import (
     Checkpoint,
     ConfigValues,
+    HeadFacts,
     HeadSpec,
     KeyAccount,
     LoadReport,
     OpenedHead,
     Shapes,
-    Stated,
     TargetFiles,
     check_stated_target,
     draft_vocabulary,
@@ -95,12 +95,12 @@ class HeadFiles(Generic[Spec, Head]):
         raise NotImplementedError
 
     @classmethod
-    def spec_of(cls, stated: Stated, conventions: Any) -> Spec:
+    def spec_of(cls, stated: HeadFacts, conventions: Any) -> Spec:
         """The spec of a head; a `KeyError` names a tensor that is missing."""
         raise NotImplementedError
 
     @classmethod
-    def unclear(cls, stated: Stated, spec: Spec) -> dict[str, str]:
+    def unclear(cls, stated: HeadFacts, spec: Spec) -> dict[str, str]:
         """Questions that the files leave open, by the option of the conventions that answers each."""
         raise NotImplementedError
 
@@ -137,7 +137,7 @@ class HeadFiles(Generic[Spec, Head]):
 
     @classmethod
     def load(
-        cls, folder: str, target: PreTrainedModel, conventions: Any = None, *, packed: bool = True
+        cls, folder: str, target: GenerativeModel, conventions: Any = None, *, packed: bool = True
     ) -> LoadedHead[Head]:
         """Loads the head in `folder` for `target`.
 
@@ -157,7 +157,7 @@ class HeadFiles(Generic[Spec, Head]):
         return loaded
 
     @classmethod
-    def open(cls, folder: str, conventions: Any = None, target: PreTrainedModel | None = None) -> OpenedHead[Spec]:
+    def open(cls, folder: str, conventions: Any = None, target: GenerativeModel | None = None) -> OpenedHead[Spec]:
         """Reads the files of a head. With a target, they are first checked against it. Raises as `load`."""
         conventions = conventions or cls.conventions_class()
         checkpoint = read_checkpoint(folder)
@@ -184,7 +184,7 @@ class HeadFiles(Generic[Spec, Head]):
             raise CheckpointError(
                 f"{folder} has no config.json, which gives {cls.config_says}: copy it from where the head is from."
             )
-        stated = Stated.of(checkpoint, shapes, cls.section, cls.layer_type)
+        stated = HeadFacts.of(checkpoint, shapes, cls.section, cls.layer_type)
         try:
             spec = cls.spec_of(stated, conventions)
         except KeyError as error:
@@ -231,7 +231,7 @@ class HeadFiles(Generic[Spec, Head]):
         return LoadedHead(head, None if ids is None else ids.to(device), report)
 
     @classmethod
-    def check_fits(cls, spec: Spec, target: PreTrainedModel) -> None:
+    def check_fits(cls, spec: Spec, target: GenerativeModel) -> None:
         """Raises `TargetMismatchError` unless a head can read the target's features and speak its vocabulary."""
         cls.check_sizes(spec, target.config.get_text_config(decoder=True), type(target).__name__)
 

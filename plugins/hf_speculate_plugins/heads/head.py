@@ -153,7 +153,7 @@ class SharingHead(nn.Module, Generic[Spec]):
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
         if self.shared["embed_tokens"] is None:
             return known_rows(self.embed_tokens.weight, token_ids)
-        return call_beside(self.embeddings, token_ids).to(device=self.device, dtype=self.dtype)
+        return call_on_weight_device(self.embeddings, token_ids).to(device=self.device, dtype=self.dtype)
 
     @property
     def embeddings(self) -> Any:
@@ -172,7 +172,7 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     def draft_logits(self, states: Float[Tensor, "*N Hd"]) -> Float[Tensor, "*N Vd"]:
         """Logits of the draft vocabulary. An output matrix of a target with added tokens has more columns."""
-        return call_beside(self.draft_output, states).to(states.device)[..., : self.spec.draft_vocab_size]
+        return call_on_weight_device(self.draft_output, states).to(states.device)[..., : self.spec.draft_vocab_size]
 
     @property
     def is_quick(self) -> bool:
@@ -271,7 +271,7 @@ def known_rows(table: Float[Tensor, "V r"], token_ids: Int[Tensor, "*N"]) -> Flo
     return functional.embedding(token_ids.clamp(max=last), table).masked_fill((token_ids > last)[..., None], 0)
 
 
-def call_beside(module: Any, inputs: Tensor) -> Tensor:
+def call_on_weight_device(module: Any, inputs: Tensor) -> Tensor:
     """Calls a module of the target, or of a head, with inputs that may lie on another device. The weight of an
     offloaded module is nowhere: its hook fetches weight and inputs."""
     device = module.weight.device

@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.hub import check_head_vocabulary
-from hf_speculate.scoring import device_beside
+from hf_speculate.models import GenerativeModel
+from hf_speculate.scoring import weight_device
 from hf_speculate.speculator import read_options
 from hf_speculate.tree import DraftTree
 
@@ -104,7 +104,7 @@ class MedusaDrafter(Drafter):
     def __init__(
         self,
         heads: MedusaHeads,
-        target: PreTrainedModel,
+        target: GenerativeModel,
         options: MedusaOptions | None = None,
         report: LoadReport | None = None,
         tree: StaticTree | None = None,
@@ -125,7 +125,7 @@ class MedusaDrafter(Drafter):
         return f"MedusaDrafter({kind}, {self.options})"
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         """`heads=` are `MedusaHeads`, or the folder they are in; the other options are `MedusaOptions`."""
         heads = options.pop("heads", None)
         if isinstance(heads, str | os.PathLike):
@@ -135,7 +135,7 @@ class MedusaDrafter(Drafter):
         return cls(heads, target, read_options(MedusaOptions, options, cls.name, also=["heads"]))
 
     @classmethod
-    def from_folder(cls, folder: str, target: PreTrainedModel, **options: Any) -> Self:
+    def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
         """Reads heads of any layout; dtype and device are the target's."""
         parsed = read_options(MedusaOptions, options, cls.name)
         checkpoint = read_heads(folder)
@@ -143,7 +143,7 @@ class MedusaDrafter(Drafter):
         heads = _share_output(checkpoint.heads, target)
         _check_sizes(heads, target)  # before memory is spent on them
         check_stated_target(folder, checkpoint.config, target)
-        heads = heads.to(device=device_beside(target.get_output_embeddings(), target), dtype=target.dtype)
+        heads = heads.to(device=weight_device(target.get_output_embeddings(), target), dtype=target.dtype)
         return cls(heads, target, parsed, checkpoint.report)
 
     def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
@@ -180,7 +180,7 @@ class MedusaDrafter(Drafter):
 
     convert = staticmethod(convert_heads)
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         """Compares hidden size, vocabulary and number of layers."""
         _check_sizes(self.heads, target)
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -206,7 +206,7 @@ class MedusaDrafter(Drafter):
         return best_static_tree(accuracies, self.options.max_nodes or default)
 
 
-def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
+def _check_sizes(heads: MedusaHeads, target: GenerativeModel) -> None:
     config = target.config.get_text_config(decoder=True)
     if heads.hidden_size != config.hidden_size:
         raise TargetMismatchError(
@@ -223,7 +223,7 @@ def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
         check_head_vocabulary("the Medusa heads", heads.vocab_size, "the target", config.vocab_size)
 
 
-def _share_output(heads: MedusaHeads, target: PreTrainedModel) -> MedusaHeads:
+def _share_output(heads: MedusaHeads, target: GenerativeModel) -> MedusaHeads:
     """The heads, without an output matrix that they share if it is the target's own (vLLM's `original_lm_head`)."""
     ours, theirs = heads.output_weight, getattr(target.get_output_embeddings(), "weight", None)
     if ours is None or ours.shape[0] > 1 or theirs is None or theirs.shape != ours.shape[1:]:

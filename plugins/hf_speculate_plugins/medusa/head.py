@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
+from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import unhooked
 
 
@@ -166,7 +166,7 @@ class QuickOutputs:
         self._heads = heads
         self._own: list[RoundedLinear] = []
         self._weights: WeightsInPlace | None = None
-        self._targets: WeakKeyDictionary[PreTrainedModel, RoundedLinear] = WeakKeyDictionary()
+        self._targets: WeakKeyDictionary[GenerativeModel, RoundedLinear] = WeakKeyDictionary()
 
     def __getstate__(self):
         """A copy makes its own."""
@@ -175,7 +175,7 @@ class QuickOutputs:
     def __setstate__(self, state):
         self.__init__(state["_heads"])
 
-    def of(self, target: PreTrainedModel) -> Sequence[RoundedLinear]:
+    def of(self, target: GenerativeModel) -> Sequence[RoundedLinear]:
         """One output a matrix: for each head, or for all; none where the kernel does not multiply with them."""
         from hf_speculate.native import RoundedLinear, WeightsInPlace, has_kernel  # and the package for packed targets
 

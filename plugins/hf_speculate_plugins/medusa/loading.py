@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import file_names
 from hf_speculate.messages import get_logger
+from hf_speculate.models import GenerativeModel
 
 from ..checkpoints import (
     Checkpoint,
@@ -99,7 +99,7 @@ def find_layout(names: Collection[str]) -> Layout | None:
     return None
 
 
-def check_backbone(target: PreTrainedModel, backbone: Mapping[str, Tensor], folder: str) -> None:
+def check_backbone(target: GenerativeModel, backbone: Mapping[str, Tensor], folder: str) -> None:
     """Compares a few of the checkpoint's backbone weights with the target's.
 
     Medusa-2 trains the backbone together with the heads (arXiv:2401.10774, section 2.2.2) and publishes both in one
@@ -136,7 +136,7 @@ def check_backbone(target: PreTrainedModel, backbone: Mapping[str, Tensor], fold
         )
 
 
-def _find_parameter(target: PreTrainedModel, name: str) -> Tensor | None:
+def _find_parameter(target: GenerativeModel, name: str) -> Tensor | None:
     """The target's parameter, also where an adapter has been put around its layer."""
     module, _, leaf = name.rpartition(".")
     for candidate in (name, f"{module}.base_layer.{leaf}"):

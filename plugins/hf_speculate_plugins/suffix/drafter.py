@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
 from hf_speculate.drafting import Drafter, DraftRequest
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import num_embeddings
+from hf_speculate.models import GenerativeModel, num_embeddings
 from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 
@@ -71,11 +69,11 @@ class SuffixDrafter(Drafter):
         return f"SuffixDrafter({self.options})"
 
     @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
         parsed = read_options(SuffixOptions, options, cls.name)
         return cls(num_embeddings(target), parsed)
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_target(self, target: GenerativeModel) -> None:
         found = num_embeddings(target)
         has_texts = self.store is not None or self._corpus is not None or self._guide is not None
         if has_texts and found != self.vocab_size:

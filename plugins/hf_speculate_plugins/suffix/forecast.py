@@ -24,7 +24,7 @@ _UNIT = "  "
 _OPENING = re.compile(r"(?:<(?P<tag>[\w|]+)>|(?P<fence>```)\w*)(?P<gap>\s*)$")
 
 
-class Way(NamedTuple):
+class Continuation(NamedTuple):
     """One continuation.
 
     Attributes:
@@ -37,8 +37,8 @@ class Way(NamedTuple):
     probe: str
     share: float = 1.0
 
-    def prefixed(self, text: str, share: float = 1.0) -> Way:
-        return Way(text + self.text, self.probe, share * self.share)
+    def prefixed(self, text: str, share: float = 1.0) -> Continuation:
+        return Continuation(text + self.text, self.probe, share * self.share)
 
 
 class Forecast(NamedTuple):
@@ -50,7 +50,7 @@ class Forecast(NamedTuple):
     """
 
     kind: str
-    ways: list[Way]
+    ways: list[Continuation]
 
 
 class Forecaster:
@@ -72,16 +72,16 @@ class Forecaster:
             return None
         return _Writer(self, text).forecast(text.level)
 
-    def ends(self, text: JsonText) -> list[Way]:
+    def ends(self, text: JsonText) -> list[Continuation]:
         """The text after an outermost object: what closes its tag or fence, then the end or another call."""
-        stop = Way(self._stop, "") if self._stop else Way("", "\n")
+        stop = Continuation(self._stop, "") if self._stop else Continuation("", "\n")
         opening = _OPENING.search(text.lead)
         if opening is None:
             return [stop]
         if opening["fence"]:
             return [stop.prefixed(opening["gap"] + "```")]
         closing = f"{opening['gap']}</{opening['tag']}>"
-        again = Way("\n" + opening.group(), "{")
+        again = Continuation("\n" + opening.group(), "{")
         return [stop.prefixed(closing, 0.5), again.prefixed(closing, 0.25), stop._replace(share=0.25)]
 
     def fitting(self, level: Level) -> list[Shape]:
@@ -121,7 +121,7 @@ class _Writer:
         ending = "" if place == Place.WORD else '"'
         return _rest("text" if ending else "number", self._written(level, ending), "")
 
-    def _keys(self, level: Level, gap: str) -> Iterator[Way]:
+    def _keys(self, level: Level, gap: str) -> Iterator[Continuation]:
         """The next key and what follows it; only an object without keys may end here."""
         for name, share in self._next_keys(level):
             if name is not None:
@@ -130,7 +130,7 @@ class _Writer:
             elif not level.values:
                 yield from (w.prefixed("}", share) for w in self._closed(level))
 
-    def _named(self, level: Level, name: str) -> Iterator[Way]:
+    def _named(self, level: Level, name: str) -> Iterator[Continuation]:
         """The value of the key `name`."""
         return self._values(level._replace(key=name, gap=self._first_gap(level)))
 
@@ -152,7 +152,7 @@ class _Writer:
                 found[None] = found.get(None, 0.0) + left
         return list(found.items())
 
-    def _values(self, level: Level) -> Iterator[Way]:
+    def _values(self, level: Level) -> Iterator[Continuation]:
         """The beginning of the value at `level.key`, or of an item; a constant and what follows it."""
         shapes = self._allowed(level)
         for shape in shapes:
@@ -160,15 +160,15 @@ class _Writer:
                 yield from self._written(level, shape.texts[0])
             elif shape.texts:
                 is_text = all(text.startswith('"') for text in shape.texts)
-                yield Way('"', shape.texts[0][1:2]) if is_text else Way("", shape.texts[0][:1])
+                yield Continuation('"', shape.texts[0][1:2]) if is_text else Continuation("", shape.texts[0][:1])
             elif shape.kind in ("object", "array"):
                 yield from self._opened(level, shape)
             else:
-                yield Way('"', "A") if shape.kind == "string" else Way("", "1" if shape.kind else '"')
+                yield Continuation('"', "A") if shape.kind == "string" else Continuation("", "1" if shape.kind else '"')
         if not shapes:
-            yield Way("", '"')
+            yield Continuation("", '"')
 
-    def _choices(self, level: Level) -> Iterator[Way]:
+    def _choices(self, level: Level) -> Iterator[Continuation]:
         """The whole values where there are few, else their beginning."""
         for shape in self._allowed(level):
             if len(shape.texts) > 1:
@@ -180,28 +180,28 @@ class _Writer:
         """The shapes that the value at `level.key`, or an item, may have."""
         return [each for shape in self._owner.fitting(level) for each in shape.at(level)]
 
-    def _written(self, level: Level, value: str) -> Iterator[Way]:
+    def _written(self, level: Level, value: str) -> Iterator[Continuation]:
         """A whole value, and what follows it."""
         return (way.prefixed(value) for way in self._after_value(_with_value(level, value)))
 
-    def _opened(self, level: Level, shape: Shape) -> Iterator[Way]:
+    def _opened(self, level: Level, shape: Shape) -> Iterator[Continuation]:
         """A nested object or array, to its first free value."""
         inner = Level(level, shape.kind == "object")
         gap = self._first_gap(inner)
         if not inner.is_object:
             yield from (w.prefixed("[" + gap) for w in self._values(inner._replace(gap=gap)))
         elif shape.is_open or len(_levels(level)) - len(self._lengths) >= _MAX_OPENED:
-            yield Way("{", '"')
+            yield Continuation("{", '"')
         else:
             yield from (w.prefixed("{") for w in self._keys(inner, gap))
 
-    def _after_value(self, level: Level | None) -> Iterator[Way]:
+    def _after_value(self, level: Level | None) -> Iterator[Continuation]:
         """The comma or the bracket after a finished value, and so on."""
         if level is None:
             yield from self._owner.ends(self._text)
             return
         if self._num_added(level) > _MAX_ADDED:
-            yield Way("", ",")
+            yield Continuation("", ",")
             return
         comma = "," + self._next_gap(level)
         if not level.is_object:
@@ -215,7 +215,7 @@ class _Writer:
                 before = f"{comma}{_quoted(name)}:{self._text.colon}"
                 yield from (w.prefixed(before, share) for w in islice(self._named(level, name), 4))
 
-    def _closed(self, level: Level) -> Iterator[Way]:
+    def _closed(self, level: Level) -> Iterator[Continuation]:
         """The text after the bracket that closes a level."""
         return self._after_value(None if level.above is None else _with_value(level.above, ""))
 
@@ -268,16 +268,16 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _shared(ways: Iterable[Way]) -> list[Way]:
+def _shared(ways: Iterable[Continuation]) -> list[Continuation]:
     """Ways with shares that sum to one; equal ones become one."""
     found: dict[tuple[str, str], float] = {}
     for text, probe, share in islice(ways, _MAX_WAYS):
         found[text, probe] = found.get((text, probe), 0.0) + share
     total = sum(found.values())
-    return [Way(*key, share / total) for key, share in found.items()]
+    return [Continuation(*key, share / total) for key, share in found.items()]
 
 
-def _rest(kind: str, ways: Iterable[Way], written: str) -> Forecast | None:
+def _rest(kind: str, ways: Iterable[Continuation], written: str) -> Forecast | None:
     """The ways that begin with what is written already, without that."""
     size = len(written)
     left = [

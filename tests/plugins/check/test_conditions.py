@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_speculate import cli
 from hf_speculate.commands import Prompt, chat_ids
 from hf_speculate.errors import SpeculateError
-from hf_speculate_plugins.check import Measured, Use, compare, find_conditions
+from hf_speculate_plugins.check import HeadInUse, Measured, compare, find_conditions
 
 from ...support.adapters import perturbed
 from ...support.models import build_tiny_model
@@ -66,7 +66,7 @@ class TestCompare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scripted(Use):
+class Scripted(HeadInUse):
     """Accepted tokens by the condition's name, the same for every chain of a prompt."""
 
     accepted: dict[str, int | tuple[int, ...]]

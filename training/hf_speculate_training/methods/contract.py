@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from hf_speculate.drafting import Drafter, SavedHead
+from hf_speculate.models import GenerativeModel
 from hf_speculate.registry import find_installed, load_installed, unknown_name_message
 
 from ..data import Batch
@@ -142,13 +143,13 @@ class TrainingMethod(nn.Module, ABC):
         """
 
     @abstractmethod
-    def drafter(self, target: PreTrainedModel, **options: Any) -> Drafter:
+    def drafter(self, target: GenerativeModel, **options: Any) -> Drafter:
         """A drafter with the present weights, in the target's dtype, to evaluate and to save.
 
         It may share memory with the trained parameters, which stay as they are. Options are those of the drafter.
         """
 
-    def evaluation_drafter(self, target: PreTrainedModel, num_nodes: int, **options: Any) -> Drafter:
+    def evaluation_drafter(self, target: GenerativeModel, num_nodes: int, **options: Any) -> Drafter:
         """The drafter whose acceptance is measured.
 
         Args:
@@ -158,7 +159,7 @@ class TrainingMethod(nn.Module, ABC):
         """
         return self.drafter(target, max_nodes=num_nodes, **options)
 
-    def save(self, folder: str | os.PathLike, target: PreTrainedModel, layout: str | None = None) -> SavedHead:
+    def save(self, folder: str | os.PathLike, target: GenerativeModel, layout: str | None = None) -> SavedHead:
         """Writes the head and all that belongs to it.
 
         Args:
@@ -173,7 +174,7 @@ class TrainingMethod(nn.Module, ABC):
     def on_step(self, step: int, num_steps: int) -> None:
         """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
 
-    def check_layout(self, target: PreTrainedModel, layout: str | None) -> None:
+    def check_layout(self, target: GenerativeModel, layout: str | None) -> None:
         """Raises `CheckpointError` if `save` could not write the head in `layout`. Called before the first step."""
         self.drafter(target).check_layout(layout)
 

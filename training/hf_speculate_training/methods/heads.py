@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from hf_speculate.models import unwrap
+from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import output_layer, output_rows
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
@@ -94,7 +94,7 @@ def trainable(head: AnyModule) -> AnyModule:
     return head.requires_grad_(True)
 
 
-def refuse_added_tokens(num_tokens: int | None, target: PreTrainedModel) -> None:
+def refuse_added_tokens(num_tokens: int | None, target: GenerativeModel) -> None:
     """Raises `RecipeError` if the target has more tokens than a head whose training is to continue; None: it has
     any."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
@@ -140,7 +140,7 @@ def layer_sizes(config: Any, num_layers: int, intermediate_size: int | None = No
     }
 
 
-def target_rows(target: PreTrainedModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
+def target_rows(target: GenerativeModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:
     """Rows of the target's output matrix, whatever format it has; all of them for None."""
     size = target.config.get_text_config(decoder=True).hidden_size
     return output_rows(output_layer(target), size, target.dtype, ids)
@@ -178,7 +178,7 @@ class HeadMethod(TrainingMethod, Generic[Head, MethodOptions]):
     def __init__(
         self,
         head: Head,
-        target: PreTrainedModel,
+        target: GenerativeModel,
         target_ids: Int[Tensor, " Vd"] | None = None,
         options: MethodOptions | None = None,
     ):
@@ -191,12 +191,12 @@ class HeadMethod(TrainingMethod, Generic[Head, MethodOptions]):
 
     @staticmethod
     @abstractmethod
-    def new_head(target: PreTrainedModel, shape: Any, target_ids: Int[Tensor, " Vd"] | None) -> Head:
+    def new_head(target: GenerativeModel, shape: Any, target_ids: Int[Tensor, " Vd"] | None) -> Head:
         """A fresh head of that shape, an instance of `head_class`."""
 
     @staticmethod
     @abstractmethod
-    def warm_head(folder: str, target: PreTrainedModel) -> tuple[Head, Int[Tensor, " Vd"] | None]:
+    def warm_head(folder: str, target: GenerativeModel) -> tuple[Head, Int[Tensor, " Vd"] | None]:
         """A trained head (folder or Hub id) and its draft vocabulary."""
 
     @classmethod
@@ -222,7 +222,7 @@ class HeadMethod(TrainingMethod, Generic[Head, MethodOptions]):
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
         return self.target_ids
 
-    def decoding_head(self, target: PreTrainedModel) -> LoadedHead[Head]:
+    def decoding_head(self, target: GenerativeModel) -> LoadedHead[Head]:
         """The head around the present weights, for decoding with `target`."""
         ids = None if self.target_ids is None else self.target_ids.to(self.head.device)
         return LoadedHead(detached_copy(self.head, target.dtype), ids, LoadReport("the head in training"))

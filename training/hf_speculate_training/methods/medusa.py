@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.hub import ADAPTER_FOLDER, local_folder
-from hf_speculate.models import unwrap
+from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import is_dense, last_device, output_layer
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
@@ -96,7 +96,7 @@ MethodOptions = TypeVar("MethodOptions", bound=MedusaTrainingOptions)
 
 
 def new_medusa(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     num_heads: int = 4,
     num_layers: int = 1,
     *,
@@ -126,7 +126,7 @@ def new_medusa(
     return MedusaHeads(blocks, biases, weight, target_ids).to(last_device(target))
 
 
-def warm_medusa(folder: str | os.PathLike, target: PreTrainedModel) -> MedusaHeads:
+def warm_medusa(folder: str | os.PathLike, target: GenerativeModel) -> MedusaHeads:
     """Published Medusa heads (folder or Hub id) whose training continues."""
     heads = MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads
     refuse_added_tokens(heads.vocab_size if heads.token_ids is None else None, target)
@@ -186,7 +186,7 @@ class _Medusa(TrainingMethod, Generic[MethodOptions]):
         hits = torch.cat([part.best for part in losses]) == best
         return StepOutput(torch.stack([part.loss for part in losses]).sum(), entries.metrics(each, hits, learnt))
 
-    def drafter(self, target: PreTrainedModel, **options: Any) -> MedusaDrafter:
+    def drafter(self, target: GenerativeModel, **options: Any) -> MedusaDrafter:
         """A drafter with the present weights; options are those of `MedusaOptions`."""
         return MedusaDrafter(detached_copy(self.heads, target.dtype), target, MedusaOptions(**options))
 
@@ -313,7 +313,7 @@ class Medusa2Method(_Medusa[Medusa2TrainingOptions]):
         metrics = {"distillation": distillation.detach(), "agreement": agreement}
         return StepOutput(loss, {**output.metrics, **metrics})
 
-    def save(self, folder: str | os.PathLike, target: PreTrainedModel, layout: str | None = None) -> SavedHead:
+    def save(self, folder: str | os.PathLike, target: GenerativeModel, layout: str | None = None) -> SavedHead:
         """Writes the heads, and the adapter that they belong to into `ADAPTER_FOLDER`."""
         saved = super().save(folder, target, layout)
         self._target[0].save_pretrained(os.path.join(folder, ADAPTER_FOLDER))

@@ -32,8 +32,8 @@ class InterruptedTrainingError(SpeculateError, RuntimeError):
 
     exit_code = 130
 
-    def __init__(self, checkpoint: Path, how_to_go_on: str):
-        super().__init__(f"training was interrupted; {checkpoint} holds it. Resume: {how_to_go_on}")
+    def __init__(self, checkpoint: Path, resume_command: str):
+        super().__init__(f"training was interrupted; {checkpoint} holds it. Resume: {resume_command}")
         self.checkpoint = checkpoint
 
 

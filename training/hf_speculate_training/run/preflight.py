@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import PreTrainedModel, TrainingArguments, integrations
+from transformers import TrainingArguments, integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.hub import check_upload
-from hf_speculate.models import unwrap
+from hf_speculate.models import GenerativeModel, unwrap
 
 from ..data import RowDataset
 from ..methods import TrainingMethod
@@ -117,7 +117,7 @@ def _is_installed(tracker: str) -> bool:
     return test() if test is not None else find_spec(tracker) is not None
 
 
-def _output_bytes(args: TrainingArguments, target: PreTrainedModel, method: TrainingMethod) -> int:
+def _output_bytes(args: TrainingArguments, target: GenerativeModel, method: TrainingMethod) -> int:
     """Bytes of the kept checkpoints, of one more, and of the head with the target's matrices; a lower bound."""
     trained = sum(p.numel() for p in method.parameters() if p.requires_grad)
     kept = 0 if args.save_strategy == "no" else args.save_total_limit or 1

@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, distributed
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from hf_speculate.files import user_path
 from hf_speculate.messages import get_logger
+from hf_speculate.models import GenerativeModel
 
 from ..data import Collator, Row, RowDataset, content_fingerprint, documents_fingerprint
 from ..target import target_fingerprint
@@ -196,7 +196,7 @@ def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None 
 
 
 def feature_bytes(
-    folder: str | os.PathLike, target: PreTrainedModel, feature_layers: Sequence[int], rows: RowDataset
+    folder: str | os.PathLike, target: GenerativeModel, feature_layers: Sequence[int], rows: RowDataset
 ) -> int:
     """Number of bytes by which a cache in `folder` will still grow; computes no states."""
     key = CacheKey("", "", tuple(sorted(feature_layers)), str(target.dtype).removeprefix("torch."))
@@ -205,7 +205,7 @@ def feature_bytes(
     return max(plan.num_bytes(range(plan.num_shards)) - held, 0)
 
 
-def _plan(key: CacheKey, target: PreTrainedModel, rows: RowDataset, rows_per_shard: int) -> _Plan:
+def _plan(key: CacheKey, target: GenerativeModel, rows: RowDataset, rows_per_shard: int) -> _Plan:
     config = target.config.get_text_config(decoder=True)
     # The state after the final norm is `last_hidden`: not kept twice.
     stored = ("last_hidden", *(f"features.{layer}" for layer in key.layers if layer != config.num_hidden_layers))

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.hub import local_folder
+from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
@@ -87,7 +87,7 @@ class DSparkShape(DFlashShape):
             raise ValueError(f"markov_rank must be at least 1, got {self.markov_rank}: without one, train dflash.")
 
 
-def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tensor, " Vd"] | None = None) -> BlockHead:
+def new_block(target: GenerativeModel, shape: DFlashShape, target_ids: Int[Tensor, " Vd"] | None = None) -> BlockHead:
     """A fresh one-pass head of Qwen3's layers, as wide as the target.
 
     Parameters are float32, on the device of the target's last layer. Embeddings and output matrix are the target's own
@@ -129,7 +129,7 @@ def new_block(target: PreTrainedModel, shape: DFlashShape, target_ids: Int[Tenso
     return head.to(last_device(target))
 
 
-def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[BlockHead, Int[Tensor, " Vd"] | None]:
+def warm_block(folder: str | os.PathLike, target: GenerativeModel) -> tuple[BlockHead, Int[Tensor, " Vd"] | None]:
     """A published one-pass head (folder or Hub id) whose training continues, and its draft vocabulary.
 
     Embeddings and a whole output matrix of its own stay as its trainer left them.
@@ -149,7 +149,7 @@ def warm_block(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[Bloc
 
 
 @torch.no_grad()
-def _begin_markov(head: BlockHead, target: PreTrainedModel) -> None:
+def _begin_markov(head: BlockHead, target: GenerativeModel) -> None:
     codes, output = head.markov_head.markov_w1.weight, head.markov_head.markov_w2.weight
     copy_rows(codes, embedding_rows(embedding_layer(target), len(codes)))
     codes.mul_(_CODE_STD / codes.std())

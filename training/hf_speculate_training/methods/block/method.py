@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
+from hf_speculate.models import GenerativeModel
 from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions
 
 from ...data import Batch
@@ -99,7 +100,7 @@ class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
     new_head = staticmethod(new_block)
     warm_head = staticmethod(warm_block)
 
-    def __init__(self, head: BlockHead, target: PreTrainedModel, *args: Any, **kwargs: Any):
+    def __init__(self, head: BlockHead, target: GenerativeModel, *args: Any, **kwargs: Any):
         super().__init__(head, target, *args, **kwargs)
         self.feature_layers = tuple(dict.fromkeys(head.spec.feature_layers))
         if self.options.confidence_weight and not head.spec.confidence:
@@ -170,7 +171,7 @@ class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
         """Logits of the confidence head at the proposals that count."""
         return self.head.confidence(slots[blocks.counted], blocks.previous[blocks.counted])
 
-    def drafter(self, target: PreTrainedModel, **options: Any) -> BlockDrafter:
+    def drafter(self, target: GenerativeModel, **options: Any) -> BlockDrafter:
         """A drafter with the present weights; options are those of `BlockOptions`."""
         return BlockDrafter(self.decoding_head(target), target, BlockOptions(**options))
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_speculate.hub import local_folder
+from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer
 from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
@@ -59,7 +59,7 @@ class Eagle3Shape(EagleShape):
 
 
 def new_eagle3(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     shape: Eagle3Shape | None = None,
     target_ids: Int[Tensor, " Vd"] | None = None,
     **switches: Any,
@@ -105,7 +105,7 @@ def new_eagle3(
     return head.to(last_device(target))
 
 
-def new_eagle1(target: PreTrainedModel, shape: EagleShape | None = None, **switches: Any) -> EagleHead:
+def new_eagle1(target: GenerativeModel, shape: EagleShape | None = None, **switches: Any) -> EagleHead:
     """A fresh EAGLE-1 head, of the target's width and with its embeddings and output matrix.
 
     Args:
@@ -124,7 +124,7 @@ def new_eagle1(target: PreTrainedModel, shape: EagleShape | None = None, **switc
     return head.to(last_device(target))
 
 
-def warm_eagle(folder: str | os.PathLike, target: PreTrainedModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
+def warm_eagle(folder: str | os.PathLike, target: GenerativeModel) -> tuple[EagleHead, Int[Tensor, " Vd"] | None]:
     """A published EAGLE head (folder or Hub id) whose training continues, and its draft vocabulary.
 
     Raises:

@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
+from hf_speculate.models import GenerativeModel
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions
 
 from ...data import Batch
@@ -84,7 +85,7 @@ class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
 
     warm_head = staticmethod(warm_eagle)
 
-    def __init__(self, head: EagleHead, target: PreTrainedModel, *args: Any, **kwargs: Any):
+    def __init__(self, head: EagleHead, target: GenerativeModel, *args: Any, **kwargs: Any):
         super().__init__(head, target, *args, **kwargs)
         config = target.config.get_text_config(decoder=True)
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
@@ -113,7 +114,7 @@ class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
             outputs.append(output)
         return outputs
 
-    def drafter(self, target: PreTrainedModel, **options: Any) -> EagleDrafter:
+    def drafter(self, target: GenerativeModel, **options: Any) -> EagleDrafter:
         """A drafter with the present weights; options are those of `EagleOptions`."""
         return EagleDrafter(self.decoding_head(target), target, EagleOptions(**options))
 
@@ -154,7 +155,7 @@ class Eagle3Method(EagleMethod[Eagle3TrainingOptions]):
     options_class = Eagle3TrainingOptions
 
     @staticmethod
-    def new_head(target: PreTrainedModel, shape: Eagle3Shape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
+    def new_head(target: GenerativeModel, shape: Eagle3Shape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
         return new_eagle3(target, shape, target_ids)
 
     @classmethod
@@ -184,7 +185,7 @@ class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
     options_class = Eagle1TrainingOptions
 
     @staticmethod
-    def new_head(target: PreTrainedModel, shape: EagleShape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
+    def new_head(target: GenerativeModel, shape: EagleShape, target_ids: Int[Tensor, " Vd"] | None) -> EagleHead:
         return new_eagle1(target, shape)
 
     @classmethod
