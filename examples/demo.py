@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.bench import fixed_length
-from hf_speculate.commands import prepare, say_json, side_by_side
-from hf_speculate.gguf import read_model_file, read_tokenizer
 from hf_speculate.models import NAMED_TARGETS, QWEN_CODER, SMOLLM2, NamedTarget
 from hf_speculate.testing import check_lossless
+from hf_speculate_gguf import read_model_file, read_tokenizer
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.commands import prepare, say_json, side_by_side
 
 
 HERE = Path(__file__).resolve().parent

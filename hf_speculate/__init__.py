@@ -33,7 +33,7 @@ except (ImportError, AttributeError) as error:
 
 
 if TYPE_CHECKING:
-    from .gguf import load_gguf as load_gguf
+    from hf_speculate_gguf import load_gguf as load_gguf
 
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ install()
 def __getattr__(name: str) -> Any:
     """`load_gguf` is imported when it is asked for: nothing else needs what it imports."""
     if name == "load_gguf":
-        from .gguf import load_gguf
+        from hf_speculate_gguf import load_gguf
 
         return load_gguf
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """`python -m hf_speculate` is the command `hf-speculate`."""
 
-from .cli import app
+from hf_speculate_tools.cli import app
 
 
 app(prog_name="hf-speculate")

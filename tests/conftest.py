@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils.logging import warning_once
 
-from hf_speculate.hub import repositories
-from hf_speculate.native import binding as native
+from hf_speculate_tools.hub import uploads
 from hf_speculate.tree import DraftTree
+from hf_speculate_gguf.native import binding as native
 
 from .support.hub import FakeHub
 from .support.inputs import random_prompt
@@ -131,7 +131,7 @@ def random_tree():
 def hub(tmp_path, monkeypatch):
     """A Hub that is a folder, in the place of the real one."""
     fake = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(repositories, "HfApi", fake)
+    monkeypatch.setattr(uploads, "HfApi", fake)
     return fake
 
 

@@ -19,8 +19,9 @@ from hf_speculate import files
 from hf_speculate.drafting import CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, text_writer
-from hf_speculate.hub import check_origin, describe_identity, recorded_card
+from hf_speculate.hub import check_origin, describe_identity
 from hf_speculate_plugins.suffix import SuffixStore
+from hf_speculate_tools.hub import recorded_card
 from hf_speculate_training.data import RowDataset
 from hf_speculate_training.run import read_recipe, training_arguments
 from hf_speculate_training.states import FeatureCache, TargetReader, cache_key, write_features

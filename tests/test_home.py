@@ -12,14 +12,15 @@ import yaml
 from typer.testing import CliRunner
 
 import hf_speculate
-from hf_speculate import AutoSpeculator, cli
-from hf_speculate.commands import read_prompts, report, target_path
-from hf_speculate.gguf import load_model, read_header
+from hf_speculate import AutoSpeculator
 from hf_speculate.hub import local_folder
+from hf_speculate_gguf import find_file, load_model, read_header
 from hf_speculate_plugins.checkpoints import TargetFiles
-from hf_speculate_plugins.commands.check import write_calibration
-from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.suffix import SuffixStore
+from hf_speculate_tools import cli
+from hf_speculate_tools.commands import read_prompts, report, target_path
+from hf_speculate_tools.heads.check import write_calibration
+from hf_speculate_tools.heads.convert import convert_checkpoint
 from hf_speculate_training.regenerate.journal import Journal
 from hf_speculate_training.run import read_recipe
 
@@ -94,7 +95,7 @@ def test_gguf_files(home, monkeypatch):
     write_model(home / "model.gguf")
     packed = load_model("~/model.gguf", backend="dequantize")
     assert read_header("~/model.gguf").path == str(home / "model.gguf")
-    assert hf_speculate.gguf.find_file("~", "model.gguf", {}) == str(home / "model.gguf")
+    assert find_file("~", "model.gguf", {}) == str(home / "model.gguf")
     dense = load_model("~/model.gguf", backend="dense")
     assert packed.config.name_or_path == dense.config.name_or_path == str(home / "model.gguf")
     monkeypatch.setenv("HF_SPECULATE_QWEN_CODER", "~/model.gguf")

@@ -11,7 +11,6 @@ import pytest
 import transformers
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import clean_folder, publishable
 from hf_speculate.messages import (
     _ROOTS,
     PrefixHandler,
@@ -21,6 +20,7 @@ from hf_speculate.messages import (
     masked,
     masked_arguments,
 )
+from hf_speculate_tools.hub import clean_folder, publishable
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.

@@ -1,34 +1,16 @@
-"""`provenance.json`: the origin of a head, as a list of allowed fields, and the form of values that everybody may read.
-
-The file is saved with a head and uploaded with it by whoever has the folder. So it holds neither secrets nor paths of
-this machine: paths are cut to their last part, and one in the Hub's cache becomes the id of its repository.
-"""
+"""`provenance.json`: the origin of a head, as its training recorded it."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..files import check_kinds, read_json
-from ..messages import mapped, masked
 
-
-Fields: TypeAlias = "Mapping[str, Fields] | Callable[[Any], Any]"
 
 PROVENANCE_FILE = "provenance.json"
 _MAX_BYTES = 16 << 20
-_LONGEST_WORD = 100
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_LOCAL = re.compile(r"(?:file:/+|/|~[\w.-]*[/\\]|[A-Za-z]:[\\/]|\\\\)")
-# A path amid other text has two parts at least: "/think" is a word. URLs and links of Markdown are none.
-_PATH_IN_TEXT = re.compile(
-    r"(?P<kept>(?<![\w+.-])(?!file:)[A-Za-z][\w+.-]*://[^\s\"'<>]*|\]\([^()\s]*\))"
-    r"|(?<![\w/.~\\-])(?:file:/+|~[\w.-]*/|[A-Za-z]:[\\/]|/(?=[^\s\"'<>|,;()\[\]{}`:/]+/))[^\s\"'<>|,;()\[\]{}`:]*"
-)
 
 # Types of the fields that some code reads.
 _KINDS: dict[str, Any] = {
@@ -55,138 +37,3 @@ def read_provenance(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     found = read_json(path, _MAX_BYTES)
     check_kinds(path, found, _KINDS)
     return found
-
-
-def publishable(value: Any) -> Any:
-    """A copy of nested values without secrets and without paths of this machine."""
-    return _without_local_paths(masked(value))
-
-
-def _without_local_paths(value: Any, name: str = "") -> Any:
-    """A copy of nested values in which absolute paths of this machine are cut to their last part."""
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        if _LOCAL.match(value) and "\n" not in value:
-            return _last_part(value)
-        option, equals, assigned = value.partition("=")
-        if equals and re.fullmatch(r"[\w.-]+", option):
-            return f"{option}={_without_local_paths(assigned)}"
-        return _PATH_IN_TEXT.sub(lambda match: match["kept"] or _last_part(match[0]), value)
-    return mapped(value, _without_local_paths)
-
-
-def _last_part(path: str) -> str:
-    parts = [part for part in re.split(r"[\\/]+", path) if part]
-    for index, part in enumerate(parts[:-2]):
-        if part.startswith(("models--", "datasets--", "spaces--")) and parts[index + 1] == "snapshots":
-            return "/".join([part.partition("--")[2].replace("--", "/", 1), *parts[index + 3 :]])
-    if not parts:
-        return path
-    # A commit alone would mean nothing, and looks like a key.
-    return "/".join(parts[-2:]) if _COMMIT.fullmatch(parts[-1]) else parts[-1]
-
-
-def _plain(value: Any) -> Any:
-    """A number or a text; None for any other value."""
-    is_plain = isinstance(value, str | int | float | os.PathLike)
-    return _without_local_paths(value) if is_plain else None
-
-
-def _plain_list(value: Any) -> list[Any]:
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else []
-
-
-def _settings(value: Any) -> Any:
-    """Settings under any names: numbers and single words, in lists and sections."""
-    if isinstance(value, Mapping):
-        return {_without_local_paths(key): _settings(item) for key, item in value.items() if isinstance(key, str)}
-    if isinstance(value, list | tuple):
-        return [_settings(item) for item in value]
-    shown = _plain(value)
-    is_word = not isinstance(shown, str) or (len(shown) <= _LONGEST_WORD and not any(map(str.isspace, shown)))
-    return shown if is_word else None
-
-
-def _each(*names: str) -> dict[str, Fields]:
-    return dict.fromkeys(names, _plain)
-
-
-# "*" stands for any name.
-_RECIPE: Fields = {
-    "target": {
-        **_each("path", "revision", "dtype", "quantization", "gguf_file", "gguf_backend", "adapter", "tokenizer"),
-        **_each("shard", "attn_implementation"),
-        "device_map": _settings,
-    },
-    "data": {
-        **_each("train", "eval", "max_length", "long", "chat", "turns", "append_eos", "packing", "eval_fraction"),
-        **_each("seed", "split", "config", "revision", "limit", "num_proc"),
-        "columns": _settings,
-    },
-    "method": {**_each("name", "start_from"), **dict.fromkeys(("head", "adapter", "options"), _settings)},
-    "features": _each("source", "folder"),
-    "training": _settings,
-    "evaluation": {
-        **dict.fromkeys(("nodes", "temperatures"), _plain_list),
-        **_each("max_new_tokens", "batch_size", "seed"),
-        **_each("prompts", "num_prompts", "prompt_tokens", "num_rows", "patience"),
-        "options": _settings,
-    },
-    "output": _each("folder", "layout", "push_to_hub", "private", "notes"),
-}
-_DATA: Fields = {
-    **_each("source", "fingerprint", "num_documents", "num_tokens", "num_loss_tokens", "num_eval_documents"),
-    **_each("num_given_tokens"),
-    "notes": {"*": _settings},
-}
-_SESSION: Fields = _each("started", "from_step", "seconds", "to_step")
-_FIELDS: Fields = {
-    **_each("format", "written", "status", "seed", "evaluation_prompts", "chat_template"),
-    "command": _plain_list,
-    "recipe": _RECIPE,
-    "target": {
-        **_each("name", "revision", "architecture", "dtype", "attention", "parameters", "fingerprint"),
-        "quantization": _settings,
-        "adapters": {"*": _each("type", "base")},
-    },
-    "identity": {
-        **_each("architecture", "vocab_size", "hidden_size", "num_hidden_layers", "quantization"),
-        "weights": {"*": _plain},
-    },
-    "adapters": {"*": _plain},
-    "data": {"train": _DATA, "eval": _DATA},
-    "head": _each("method", "trained_parameters", "draft_vocabulary"),
-    "batch": _each("rows_a_step"),
-    "sessions": lambda value: [_allowed(_SESSION, each) for each in value] if isinstance(value, list) else [],
-    "training": {
-        **_each("steps", "epochs", "tokens", "last_loss", "seconds", "processes", "best_step"),
-        "best_metric": _settings,
-    },
-    "metrics": _settings,
-    "environment": {
-        **_each("python", "platform", "cpu", "cpus", "threads", "load_average", "device", "cuda"),
-        "drafters": _plain_list,
-        "versions": _settings,
-    },
-    "converted": _each("to", "from"),
-}
-
-
-def public_provenance(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The allowed fields of a provenance without secrets and paths; everything else is left out."""
-    return _allowed(_FIELDS, masked(content))
-
-
-def public_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The allowed fields of a recipe without secrets and paths."""
-    return _allowed(_RECIPE, masked(recipe))
-
-
-def _allowed(fields: Fields, value: Any) -> Any:
-    if not isinstance(fields, Mapping):
-        return fields(value)
-    if not isinstance(value, Mapping):
-        return None
-    known = {str(key): item for key, item in value.items() if key in fields or "*" in fields}
-    return {_without_local_paths(key): _allowed(fields.get(key, fields.get("*", {})), known[key]) for key in known}

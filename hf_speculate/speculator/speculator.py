@@ -17,17 +17,7 @@ from transformers import LogitsProcessorList
 from ..drafting import CalibrationTable, Drafter
 from ..errors import OptionError
 from ..files import user_path
-from ..hub import (
-    Metric,
-    check_origin,
-    clean_folder,
-    drafter_class_for,
-    local_folder,
-    make_repository,
-    upload_head,
-    write_card,
-    write_custom_generate,
-)
+from ..hub import check_origin, drafter_class_for, local_folder
 from ..messages import get_logger
 from ..models import GenerativeModel, unwrap
 from ..registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
@@ -147,7 +137,7 @@ class Speculator:
         layout: str | None = None,
         *,
         custom_generate: bool = False,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         notes: str = "",
         measured_on: str | None = None,
     ) -> None:
@@ -159,11 +149,13 @@ class Speculator:
                 "fasterdecoding" or "vllm". None takes the drafter's default. No layout has the acceptance rule.
             custom_generate: whether to write a folder of that name too, with code for `model.generate(...,
                 custom_generate=path, trust_remote_code=True)`.
-            metrics, notes, measured_on: contents of the model card (`hf_speculate.hub.card.write_card`).
+            metrics, notes, measured_on: contents of the model card (`hf_speculate_tools.hub.card.write_card`).
 
         Raises:
             CheckpointError: the drafter has no weights, or the layout cannot express them. Nothing was written.
         """
+        from hf_speculate_tools.hub import write_card, write_custom_generate
+
         path = user_path(path)
         saved = self.drafter.save_pretrained(path, layout)
         if custom_generate:
@@ -181,7 +173,7 @@ class Speculator:
         revision: str | None = None,
         create_pr: bool = False,
         custom_generate: bool = False,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         notes: str = "",
         measured_on: str | None = None,
     ) -> CommitInfo:
@@ -199,6 +191,8 @@ class Speculator:
             CheckpointError: see `save_pretrained`; or the repository has weights under other names, which readers could
                 load instead. Nothing was uploaded.
         """
+        from hf_speculate_tools.hub import clean_folder, make_repository, upload_head, write_card, write_custom_generate
+
         with tempfile.TemporaryDirectory() as folder:
             saved = self.drafter.save_pretrained(
                 folder, layout

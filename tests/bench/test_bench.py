@@ -11,11 +11,11 @@ import pytest
 from transformers import AutoTokenizer, CompileConfig, GenerationMixin
 
 from hf_speculate import SpeculateError
-from hf_speculate.bench import GenerateSettings, bench_generate, methods
-from hf_speculate.bench.workload import WorkloadSettings, load_workload
 from hf_speculate.cache import CACHE_NAME
-from hf_speculate.commands import Prompt, read_prompts, tokenize
 from hf_speculate.registry import SpeculatorSpec
+from hf_speculate_tools.bench import GenerateSettings, bench_generate, methods
+from hf_speculate_tools.bench.workload import WorkloadSettings, load_workload
+from hf_speculate_tools.commands import Prompt, read_prompts, tokenize
 
 from ..support.bench import bench, last_line
 from ..support.inputs import character_tokenizer

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError
-from hf_speculate.bench import (
+from hf_speculate_tools.bench import (
     AcceptanceSettings,
     BatchSettings,
     LossSettings,
@@ -21,12 +21,12 @@ from hf_speculate.bench import (
     bench_loss,
     fixed_length,
 )
-from hf_speculate.bench.acceptance import jackknife
-from hf_speculate.bench.acceptance import tables as acceptance_tables
-from hf_speculate.bench.generate import tables as generate_tables
-from hf_speculate.bench.methods import eager_method, speculator_method
-from hf_speculate.bench.runs import batches, fitting, measure_in_turn
-from hf_speculate.commands import Grid, add_command
+from hf_speculate_tools.bench.acceptance import jackknife
+from hf_speculate_tools.bench.acceptance import tables as acceptance_tables
+from hf_speculate_tools.bench.generate import tables as generate_tables
+from hf_speculate_tools.bench.methods import eager_method, speculator_method
+from hf_speculate_tools.bench.runs import batches, fitting, measure_in_turn
+from hf_speculate_tools.commands import Grid, add_command
 
 from ..support.bench import bench, last_line, stats_of
 

@@ -9,14 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 from hf_speculate import SpeculateError, Speculator
-from hf_speculate.bench import AcceptanceProfile, GenerateSettings, bench_generate, fixed_length, read_profile
-from hf_speculate.bench.methods import compiled_method, eager_method, speculator_method
-from hf_speculate.bench.plots import draw_generate
-from hf_speculate.bench.replay import record_budgets, recorded_budgets, replayed
-from hf_speculate.bench.runs import batches, generate_once, plain_texts
-from hf_speculate.cli import app
-from hf_speculate.commands import SHAPES, ModelShape, find_shape, shapes
 from hf_speculate.policy.contract import Budget
+from hf_speculate_tools.bench import AcceptanceProfile, GenerateSettings, bench_generate, fixed_length, read_profile
+from hf_speculate_tools.bench.methods import compiled_method, eager_method, speculator_method
+from hf_speculate_tools.bench.plots import draw_generate
+from hf_speculate_tools.bench.replay import record_budgets, recorded_budgets, replayed
+from hf_speculate_tools.bench.runs import batches, generate_once, plain_texts
+from hf_speculate_tools.cli import app
+from hf_speculate_tools.commands import SHAPES, ModelShape, find_shape, shapes
 
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ class TestPlots:
         assert json.loads(ran.stdout.splitlines()[-1]) == json.loads(out.read_text())
 
     def test_without_matplotlib_it_says_what_to_install(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("hf_speculate.commands.options.find_spec", lambda name: None)
+        monkeypatch.setattr("hf_speculate_tools.commands.options.find_spec", lambda name: None)
         result = CliRunner().invoke(app, ["bench", "generate", "--target", "absent", "--plot", str(tmp_path)])
         assert result.exit_code == 1
         assert "pip install 'hf-speculate[plots]'" in result.stderr

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_speculate.commands import ModelShape, shapes
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import QWEN_CODER, SMOLLM2
+from hf_speculate_tools.commands import ModelShape, shapes
 
 from ..benchmarks import ahead, costs, edits, gguf, headline, headline_picture, heads, tools, train
 from ..benchmarks.command import run

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from hf_speculate.bench import GenerateSettings, bench_generate
-from hf_speculate.bench.engines import LLAMA_CPP, OtherEngine
-from hf_speculate.bench.generate import tables
 from hf_speculate.errors import SpeculateError
+from hf_speculate_tools.bench import GenerateSettings, bench_generate
+from hf_speculate_tools.bench.engines import LLAMA_CPP, OtherEngine
+from hf_speculate_tools.bench.generate import tables
 
 from ..benchmarks.gguf import OPENVINO
 from ..support.inputs import character_tokenizer
@@ -102,7 +102,7 @@ class TestEngines:
     def settings(self, tiny_file, monkeypatch, tmp_path):
         """A file without a tokenizer: the bundled character tokenizer of tests stands in."""
         tokenizer = character_tokenizer(pad_token="<pad>", bos_token="<s>")
-        monkeypatch.setattr("hf_speculate.gguf.loading.read_tokenizer", lambda *_: tokenizer)
+        monkeypatch.setattr("hf_speculate_gguf.loading.read_tokenizer", lambda *_: tokenizer)
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "def f(x):"}\n')
         return GenerateSettings(

@@ -15,8 +15,13 @@ from typing import Annotated, Any, ClassVar
 import torch
 import typer
 
-from hf_speculate.bench import AcceptanceProfile, fixed_length
-from hf_speculate.commands import (
+from hf_speculate.models import GenerativeModel
+from hf_speculate.speculator import Speculator
+from hf_speculate.stats import SpeculationStats
+from hf_speculate_gguf import load_model
+from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
+from hf_speculate_tools.bench import AcceptanceProfile, fixed_length
+from hf_speculate_tools.commands import (
     Grid,
     ModelShape,
     Repeats,
@@ -26,11 +31,6 @@ from hf_speculate.commands import (
     progress,
     random_prompt,
 )
-from hf_speculate.gguf import load_model
-from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import Speculator
-from hf_speculate.stats import SpeculationStats
-from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.random_gguf import FileShape
 from .command import Context, Dtype, Rounds, Shape, random_file, run

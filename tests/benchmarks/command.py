@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_speculate.commands import SHAPES, Grid, add_command, by_depth
 from hf_speculate.errors import SpeculateError
+from hf_speculate_tools.commands import SHAPES, Grid, add_command, by_depth
 
 from ..support.random_gguf import FileShape, find_recipe, write_random_file
 

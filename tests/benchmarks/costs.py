@@ -17,10 +17,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from hf_speculate.bench import fixed_length, prefilled_cache, read_profile, verify_ms
-from hf_speculate.bench.forwards import medians_in_turn
-from hf_speculate.bench.methods import DEFAULT_RATES, Method, eager_method, scripted_methods, speculator_methods
-from hf_speculate.bench.runs import (
+from hf_speculate.cache import TreeCache, as_cache
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
+from hf_speculate.scoring import Scorer, filler_cache, supported_shape
+from hf_speculate_tools.bench import fixed_length, prefilled_cache, read_profile, verify_ms
+from hf_speculate_tools.bench.forwards import medians_in_turn
+from hf_speculate_tools.bench.methods import DEFAULT_RATES, Method, eager_method, scripted_methods, speculator_methods
+from hf_speculate_tools.bench.runs import (
     Request,
     TimedRun,
     against_plain,
@@ -31,12 +35,18 @@ from hf_speculate.bench.runs import (
     num_steps,
     plain_texts,
 )
-from hf_speculate.bench.workload import Workload, WorkloadSettings, load_workload, shape_workload
-from hf_speculate.cache import TreeCache, as_cache
-from hf_speculate.commands import Exact, Grid, Layers, NewTokens, Rates, Repeats, progress, random_prompt, synchronize
-from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import Scorer, filler_cache, supported_shape
+from hf_speculate_tools.bench.workload import Workload, WorkloadSettings, load_workload, shape_workload
+from hf_speculate_tools.commands import (
+    Exact,
+    Grid,
+    Layers,
+    NewTokens,
+    Rates,
+    Repeats,
+    progress,
+    random_prompt,
+    synchronize,
+)
 
 from .command import Shape, run
 

@@ -21,10 +21,12 @@ import typer
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from hf_speculate.bench.acceptance import figures
-from hf_speculate.bench.methods import speculator_methods
-from hf_speculate.bench.runs import batches, fixed_length, generate_once
-from hf_speculate.commands import (
+from hf_speculate.errors import SpeculateError
+from hf_speculate.registry import SpeculatorSpec
+from hf_speculate_tools.bench.acceptance import figures
+from hf_speculate_tools.bench.methods import speculator_methods
+from hf_speculate_tools.bench.runs import batches, fixed_length, generate_once
+from hf_speculate_tools.commands import (
     Device,
     Grid,
     Specs,
@@ -36,8 +38,6 @@ from hf_speculate.commands import (
     parse_specs,
     progress,
 )
-from hf_speculate.errors import SpeculateError
-from hf_speculate.registry import SpeculatorSpec
 
 from .command import ACCEPTANCE_COLUMNS, run
 

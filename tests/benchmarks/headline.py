@@ -10,13 +10,15 @@ from typing import Annotated, Any, ClassVar
 import torch
 import typer
 
-from hf_speculate.bench.engines import LLAMA_CPP, LlamaCppPython, engine_methods
-from hf_speculate.bench.identity import compare_texts
-from hf_speculate.bench.methods import Method, eager_method, speculator_methods
-from hf_speculate.bench.runs import Request, batches, fixed_length, measure_in_turn, num_steps
-from hf_speculate.bench.summary import summarize
-from hf_speculate.bench.workload import WorkloadSettings, load_workload
-from hf_speculate.commands import (
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import NAMED_TARGETS, QWEN_CODER, SMOLLM2
+from hf_speculate_tools.bench.engines import LLAMA_CPP, LlamaCppPython, engine_methods
+from hf_speculate_tools.bench.identity import compare_texts
+from hf_speculate_tools.bench.methods import Method, eager_method, speculator_methods
+from hf_speculate_tools.bench.runs import Request, batches, fixed_length, measure_in_turn, num_steps
+from hf_speculate_tools.bench.summary import summarize
+from hf_speculate_tools.bench.workload import WorkloadSettings, load_workload
+from hf_speculate_tools.commands import (
     Grid,
     Limit,
     NewTokens,
@@ -30,8 +32,6 @@ from hf_speculate.commands import (
     say,
     target_path,
 )
-from hf_speculate.errors import SpeculateError
-from hf_speculate.models import NAMED_TARGETS, QWEN_CODER, SMOLLM2
 
 from .command import run
 from .headline_picture import draw

@@ -17,8 +17,17 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from hf_speculate.bench import AcceptanceProfile, fixed_length, read_profile
-from hf_speculate.commands import (
+from hf_speculate.drafting import Drafter
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
+from hf_speculate.speculator import Speculator
+from hf_speculate.stats import SpeculationStats
+from hf_speculate_plugins import block
+from hf_speculate_plugins.checkpoints import LoadReport
+from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
+from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
+from hf_speculate_tools.bench import AcceptanceProfile, fixed_length, read_profile
+from hf_speculate_tools.commands import (
     Device,
     Grid,
     Layers,
@@ -34,15 +43,6 @@ from hf_speculate.commands import (
     synchronize,
     timed,
 )
-from hf_speculate.drafting import Drafter
-from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import Speculator
-from hf_speculate.stats import SpeculationStats
-from hf_speculate_plugins import block
-from hf_speculate_plugins.checkpoints import LoadReport
-from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from .command import Context, Dtype, Rounds, Shape, run
 

@@ -16,9 +16,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 import typer
 
-from hf_speculate.bench.methods import Method, eager_method, speculator_method
-from hf_speculate.bench.runs import Request, TimedRun, fixed_length, generate_once
-from hf_speculate.commands import (
+from hf_speculate.errors import SpeculateError
+from hf_speculate.speculator import make_speculator
+from hf_speculate.stats import SpeculationStats
+from hf_speculate_tools.bench.methods import Method, eager_method, speculator_method
+from hf_speculate_tools.bench.runs import Request, TimedRun, fixed_length, generate_once
+from hf_speculate_tools.commands import (
     Device,
     Grid,
     NewTokens,
@@ -30,9 +33,6 @@ from hf_speculate.commands import (
     load_target,
     progress,
 )
-from hf_speculate.errors import SpeculateError
-from hf_speculate.speculator import make_speculator
-from hf_speculate.stats import SpeculationStats
 
 from .command import run
 

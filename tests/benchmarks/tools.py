@@ -18,11 +18,13 @@ import typer
 from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.bench.acceptance import figures
-from hf_speculate.bench.methods import Method
-from hf_speculate.bench.runs import Request, fixed_length, generate_once
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.commands import (
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
+from hf_speculate_tools.bench.acceptance import figures
+from hf_speculate_tools.bench.methods import Method
+from hf_speculate_tools.bench.runs import Request, fixed_length, generate_once
+from hf_speculate_tools.commands import (
     Device,
     Grid,
     NewTokens,
@@ -33,8 +35,6 @@ from hf_speculate.commands import (
     load_target,
     progress,
 )
-from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
 
 from .command import ACCEPTANCE_COLUMNS, run
 

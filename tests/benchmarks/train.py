@@ -23,9 +23,18 @@ import torch
 import typer
 from torch import nn
 
-from hf_speculate.commands import Device, Grid, Repeats, default_target, environment, find_device, progress, synchronize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
+from hf_speculate_tools.commands import (
+    Device,
+    Grid,
+    Repeats,
+    default_target,
+    environment,
+    find_device,
+    progress,
+    synchronize,
+)
 from hf_speculate_training.data import Batch, Collator, make_row
 from hf_speculate_training.methods import (
     HardTargets,

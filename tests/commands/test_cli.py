@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_speculate import cli
+from hf_speculate_tools import cli
 
 
 def run(*arguments: str):
@@ -65,7 +65,7 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
 
 def test_absent_bundled_target_is_said_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hf_speculate.commands.targets.bundled", lambda name: None)
+    monkeypatch.setattr("hf_speculate_tools.commands.targets.bundled", lambda name: None)
     result = run("bench", "generate")
     assert result.exit_code == 1
     assert "pass --target" in result.stderr
@@ -89,7 +89,7 @@ def test_commands_of_other_packages(monkeypatch):
             return {"greet": greet, "group": GROUP}[self.name]
 
     points = {name: Point(name, f"other:{name}", cli.COMMANDS_GROUP) for name in ("greet", "group", "broken", "env")}
-    monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
+    monkeypatch.setattr("hf_speculate_tools.cli.groups.MainGroup.installed", lambda self: points)
     assert run("greet", "you").stdout == "hello you\n"
     assert run("group", "second").stdout == "two\n"
     shown = run("--help").stdout

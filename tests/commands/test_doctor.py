@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from hf_speculate import cli
-from hf_speculate.cli.doctor import advise
+from hf_speculate_tools import cli
+from hf_speculate_tools.cli.doctor import advise
 
 from ..docs.pages import REPOSITORY
 

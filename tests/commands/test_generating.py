@@ -15,12 +15,12 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hf_speculate import cli
-from hf_speculate.cli.chat import Conversation
-from hf_speculate.cli.session import Session, print_piece, sampling
-from hf_speculate.commands import DraftTypist, chat_ids
 from hf_speculate.errors import SpeculateError
 from hf_speculate.stats import SpeculationStats
+from hf_speculate_tools import cli
+from hf_speculate_tools.cli.chat import Conversation
+from hf_speculate_tools.cli.session import Session, print_piece, sampling
+from hf_speculate_tools.commands import DraftTypist, chat_ids
 
 from ..docs.pages import REPOSITORY
 from ..support.inputs import character_tokenizer
@@ -366,12 +366,12 @@ class TestInterrupted:
     @pytest.mark.parametrize(
         "moment",
         [
-            "hf_speculate.cli.session.prepare",
-            "hf_speculate.cli.session.load_target",
-            "hf_speculate.cli.session.make_spec",
-            "hf_speculate.cli.generate._ids",
-            "hf_speculate.cli.session.Session.run",
-            "hf_speculate.cli.session.Session.speed_line",
+            "hf_speculate_tools.cli.session.prepare",
+            "hf_speculate_tools.cli.session.load_target",
+            "hf_speculate_tools.cli.session.make_spec",
+            "hf_speculate_tools.cli.generate._ids",
+            "hf_speculate_tools.cli.session.Session.run",
+            "hf_speculate_tools.cli.session.Session.speed_line",
         ],
     )
     def test_within_a_command(self, folder, monkeypatch, moment):
@@ -386,7 +386,7 @@ class TestInterrupted:
         assert result.stderr.endswith(self.LINE)
         assert "nothing was generated yet" in result.stderr
 
-    @pytest.mark.parametrize("moment", ["typer.main.get_command", "hf_speculate.cli.groups.MainGroup.main"])
+    @pytest.mark.parametrize("moment", ["typer.main.get_command", "hf_speculate_tools.cli.groups.MainGroup.main"])
     def test_around_the_command(self, monkeypatch, capsys, moment):
         monkeypatch.setattr(moment, self.interrupt)
         with pytest.raises(SystemExit) as ended:

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_speculate.cli import app
+from hf_speculate_tools.cli import app
 from hf_speculate_tools.overview import COMMANDS, overview, version_line
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import hf_speculate
-from hf_speculate.commands import default_specs, load_target, target_path
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.models import QWEN_CODER, QWEN_CODER_FILE, SMOLLM2
+from hf_speculate_tools.commands import default_specs, load_target, target_path
 
 from ..support.inputs import character_tokenizer
 from ..support.random_gguf import FileShape, one_type, write_random_file
@@ -34,7 +34,7 @@ def package(tmp_path, monkeypatch):
 def with_tokenizer(monkeypatch):
     """Random files hold none."""
     tokenizer = character_tokenizer(pad_token="<pad>", bos_token="<s>")
-    monkeypatch.setattr("hf_speculate.gguf.loading.read_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("hf_speculate_gguf.loading.read_tokenizer", lambda *_: tokenizer)
     return tokenizer
 
 

@@ -14,10 +14,10 @@ from rich.panel import Panel
 from rich.text import Text
 from typer.testing import CliRunner
 
-from hf_speculate import cli
-from hf_speculate.commands import Grid, LiteralConsole, by_depth, progress, say, say_json, show
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.messages import get_logger, message, printable
+from hf_speculate_tools import cli
+from hf_speculate_tools.commands import Grid, LiteralConsole, by_depth, progress, say, say_json, show
 
 
 OURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # styles and movements, as rich writes them
@@ -123,7 +123,7 @@ def test_help_is_no_markup(monkeypatch):
             return greet
 
     points = {"greet": Point("greet", "other:greet", cli.COMMANDS_GROUP)}
-    monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
+    monkeypatch.setattr("hf_speculate_tools.cli.groups.MainGroup.installed", lambda self: points)
     result = CliRunner().invoke(cli.app, ["greet", "--help"])
     assert result.exit_code == 0, result.exception
     assert " ".join(result.stdout.split()).count(printable(words)) == 2
@@ -155,7 +155,7 @@ def test_a_command_whose_packages_are_not_installed(monkeypatch):
             raise SpeculateError("training needs datasets: pip install 'hf-speculate[train]'")
 
     points = {"train": Point("train", "other:train", cli.COMMANDS_GROUP)}
-    monkeypatch.setattr("hf_speculate.cli.groups.MainGroup.installed", lambda self: points)
+    monkeypatch.setattr("hf_speculate_tools.cli.groups.MainGroup.installed", lambda self: points)
     shown = " ".join(CliRunner().invoke(cli.app, ["train", "--help"]).stdout.split())
     assert "training needs datasets: pip install 'hf-speculate[train]'" in shown
     assert "broken" not in shown
@@ -184,7 +184,7 @@ def test_loggers_are_the_ones_of_the_package(caplog):
 
 @pytest.mark.parametrize(("width", "is_narrow"), [(120, False), (64, True)])
 def test_tables_of_narrow_terminals_break_words_and_no_figures(monkeypatch, capsys, width, is_narrow):
-    monkeypatch.setattr("hf_speculate.commands.reporting.console", lambda: LiteralConsole(width=width))
+    monkeypatch.setattr("hf_speculate_tools.commands.reporting.console", lambda: LiteralConsole(width=width))
     rows = [{"name": "draft_model:model=some-model", **{f"speed {each}": 1234.5 for each in range(6)}}]
     columns = {"name": "{name}", **{f"speed\n{each}": f"{{speed {each}:.1f}}" for each in range(6)}}
     show([Grid.of("", rows, columns)], markdown=False)

@@ -23,7 +23,7 @@ import pytest
 import typer
 
 from hf_speculate.cache import CACHE_NAME
-from hf_speculate.cli import app
+from hf_speculate_tools.cli import app
 
 from ..support.tiers import quick
 from .pages import PAGES, REPOSITORY, Block, blocks, name_of, spans

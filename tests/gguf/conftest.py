@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from hf_speculate.gguf.matrices import TensorRows
+from hf_speculate_gguf.matrices import TensorRows
 
 from ..support.packed import write_model
 

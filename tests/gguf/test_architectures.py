@@ -12,10 +12,10 @@ from transformers import DynamicCache, GraniteConfig, GraniteForCausalLM, SmolLM
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
 from hf_speculate.errors import CheckpointError
-from hf_speculate.gguf import load_model, plan_model
-from hf_speculate.gguf.reading import read_header
-from hf_speculate.native import binding as native
 from hf_speculate.testing import RandomDrafter, check_lossless
+from hf_speculate_gguf import load_model, plan_model
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.reading import read_header
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
 
 from ..support.models import VOCAB_SIZE

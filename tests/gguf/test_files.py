@@ -11,9 +11,9 @@ import torch
 
 import hf_speculate
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.gguf import load_model
-from hf_speculate.gguf.model import plan_model
-from hf_speculate.gguf.reading import read_header
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.model import plan_model
+from hf_speculate_gguf.reading import read_header
 
 from ..support.random_gguf import FileShape, find_recipe
 

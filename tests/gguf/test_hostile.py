@@ -12,8 +12,8 @@ import torch
 
 import hf_speculate
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.gguf import load_model
-from hf_speculate.gguf.reading import read_header
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.reading import read_header
 
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
@@ -199,7 +199,7 @@ def test_a_loaded_model_does_not_depend_on_its_file(change, tied, write):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "token_embd.weight", "output_norm.weight"])
 def test_a_file_that_changes_while_it_is_read_is_refused(change, name, write, monkeypatch):
-    from hf_speculate.gguf.reading import GgufFile
+    from hf_speculate_gguf.reading import GgufFile
 
     read, path = GgufFile.read, write()
 
@@ -215,7 +215,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(change, name, write, mo
 
 def test_a_file_that_changes_after_its_last_read_is_refused(write, monkeypatch):
     """It may have changed in the middle of that read."""
-    from hf_speculate.gguf import loading
+    from hf_speculate_gguf import loading
 
     path, place = write(), loading._Builder._place_rotary
 
@@ -230,7 +230,7 @@ def test_a_file_that_changes_after_its_last_read_is_refused(write, monkeypatch):
 
 def test_rows_of_permuted_matrices_are_those_of_one_read(write):
     """They are read in chunks, each of which reads around what it takes."""
-    from hf_speculate.gguf.matrices import TensorRows, half_split_order
+    from hf_speculate_gguf.matrices import TensorRows, half_split_order
 
     file = read_header(write())
     entry = file.tensors["blk.0.attn_q.weight"]

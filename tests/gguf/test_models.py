@@ -15,13 +15,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_speculate
 from hf_speculate.errors import CheckpointError
-from hf_speculate.gguf import load_gguf, load_model
-from hf_speculate.gguf.matrices import TensorRows
-from hf_speculate.gguf.model import plan_model
-from hf_speculate.gguf.reading import read_header
-from hf_speculate.gguf.rope import plain_frequencies
-from hf_speculate.gguf.shards import find_file, part_names
-from hf_speculate.native.formats import DENSE_TYPES, FORMATS
+from hf_speculate_gguf import load_gguf, load_model
+from hf_speculate_gguf.matrices import TensorRows
+from hf_speculate_gguf.model import plan_model
+from hf_speculate_gguf.native.formats import DENSE_TYPES, FORMATS
+from hf_speculate_gguf.reading import read_header
+from hf_speculate_gguf.rope import plain_frequencies
+from hf_speculate_gguf.shards import find_file, part_names
 
 from ..support.inputs import character_tokenizer
 from ..support.packed import available, dequantised, relative_error, shape_of
@@ -180,7 +180,7 @@ def test_importing_the_package_does_not_need_gguf():
     code = (
         "import sys; sys.modules['gguf'] = None\n"
         "import hf_speculate\n"
-        "assert not [m for m in sys.modules if m.startswith('hf_speculate.gguf')]\n"
+        "assert not [m for m in sys.modules if m.startswith('hf_speculate_gguf')]\n"
         "try: hf_speculate.load_gguf(sys.argv[1])\n"
         "except hf_speculate.SpeculateError as error: print(error)"
     )

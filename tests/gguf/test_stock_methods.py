@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import load_model
+from hf_speculate_gguf import load_model
 
 from ..support.packed import available, shape_of
 from ..support.packed import ids as token_ids

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.gguf import (
+from hf_speculate_gguf import (
     OUT_TYPES,
     TensorRows,
     describe_rope,

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_speculate.commands import ModelShape, find_shape, random_prompt
 from hf_speculate.drafting import Drafter
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import AutoSpeculator, Speculator
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
+from hf_speculate_tools.commands import ModelShape, find_shape, random_prompt
 
 from ..support.paths import REPOSITORY
 

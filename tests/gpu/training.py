@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_speculate.commands import timed
+from hf_speculate_tools.commands import timed
 
 from .models import TINY_SHAPE, build, shape_of
 from .setting import Setting, cudnn_attention, describe

@@ -11,9 +11,9 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.errors import CheckpointError, UploadError
-from hf_speculate.hub import check_upload
-from hf_speculate.hub.card import CARD_FILE, is_generated, write_card
 from hf_speculate.testing.scripted import EmptyDrafter
+from hf_speculate_tools.hub import check_upload
+from hf_speculate_tools.hub.card import CARD_FILE, is_generated, write_card
 
 
 CARD = {"base_model": "meta-llama/Llama-3.1-8B-Instruct", "algorithm": "eagle3", "layout": "speculators"}

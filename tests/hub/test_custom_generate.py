@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_speculate
 from hf_speculate import Speculator, custom_generate
 from hf_speculate.errors import CheckpointError, SpeculateError, UnsupportedRequestError
-from hf_speculate.hub.card import CARD_FILE
+from hf_speculate_tools.hub.card import CARD_FILE
 
 from ..support.inputs import character_tokenizer, padded_batch
 from ..support.paths import REPOSITORY

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, load_gguf
-from hf_speculate.commands import bundled
 from hf_speculate.models import QWEN_CODER
 from hf_speculate.testing import check_lossless
+from hf_speculate_tools.commands import bundled
 
 
 TASKS = ["Write a Python function that reverses a string.", "Why is the sky blue?"]

@@ -21,12 +21,12 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import load_model
-from hf_speculate.native.layers import MOST_ROWS
 from hf_speculate.scoring import MAX_NATIVE_ROWS, LayerType, exact_sizes
 from hf_speculate.scoring.exact import first_difference, product_sizes
 from hf_speculate.scoring.walk import Walk
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.native.layers import MOST_ROWS
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt

@@ -14,8 +14,8 @@ from torch import nn
 
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import load_model
 from hf_speculate.testing import ScriptedDrafter
+from hf_speculate_gguf import load_model
 
 from ..support.inputs import random_prompt
 from ..support.models import VOCAB_SIZE, build_tiny_model

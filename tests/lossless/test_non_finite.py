@@ -11,8 +11,8 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
 from hf_speculate.drafting import Drafter, DraftSession
-from hf_speculate.gguf import load_model
 from hf_speculate.tree import DraftTree
+from hf_speculate_gguf import load_model
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt

@@ -9,9 +9,9 @@ import pytest
 import torch
 from filelock import FileLock
 
-from hf_speculate.gguf import load_model
-from hf_speculate.native import binding as native
-from hf_speculate.native.layers import CallStructure
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.layers import CallStructure
 
 from ..support.packed import write_model
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import load_model
-from hf_speculate.native.binding import native_problem
-from hf_speculate.native.modules import PackedMatrix
 from hf_speculate.scoring import outdated_peft
 from hf_speculate.testing import ScriptedDrafter, check_lossless
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.native.binding import native_problem
+from hf_speculate_gguf.native.modules import PackedMatrix
 
 from ..support.adapters import perturbed
 from ..support.packed import ids as token_ids

@@ -7,7 +7,7 @@ import torch
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_speculate.native import binding
+from hf_speculate_gguf.native import binding
 
 from ..support.packed import ids
 

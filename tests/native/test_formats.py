@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
-from hf_speculate.gguf.matrices import Matrix, half_split_order
-from hf_speculate.native import backends, large_pages
-from hf_speculate.native import binding as native
-from hf_speculate.native.backends import BACKENDS, choose_backend
-from hf_speculate.native.formats import FORMATS
-from hf_speculate.native.modules import FusedLinear, PackedEmbedding, Projection, look_up
+from hf_speculate_gguf.matrices import Matrix, half_split_order
+from hf_speculate_gguf.native import backends, large_pages
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.backends import BACKENDS, choose_backend
+from hf_speculate_gguf.native.formats import FORMATS
+from hf_speculate_gguf.native.modules import FusedLinear, PackedEmbedding, Projection, look_up
 
 from ..support.packed import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
 from ..support.tiers import quick

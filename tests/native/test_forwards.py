@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
-from hf_speculate.native import binding as native
-from hf_speculate.native.layers import MOST_ROWS
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.layers import MOST_ROWS
 
 from ..support.packed import ids, modules_only, padded
 

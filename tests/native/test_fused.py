@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache
-from hf_speculate.native import binding as native
-from hf_speculate.native.forwards import fuse
-from hf_speculate.native.fused import FusedForward
-from hf_speculate.native.layers import MOST_ROWS
 from hf_speculate.scoring.attention import TreeAttention, fold
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.forwards import fuse
+from hf_speculate_gguf.native.fused import FusedForward
+from hf_speculate_gguf.native.layers import MOST_ROWS
 
 from ..support.packed import OTHER_CPUS, ids, modules_only, padded
 

@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList
 
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.native.forwards import fuse
 from hf_speculate.testing import ScriptedDrafter, lossless
+from hf_speculate_gguf.native.forwards import fuse
 
 from ..support.packed import ids, modules_only
 from ..support.tiers import quick

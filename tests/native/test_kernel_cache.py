@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.native import binding as native
-from hf_speculate.native import kernel_cache
-from hf_speculate.native.backends import choose_backend
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native import kernel_cache
+from hf_speculate_gguf.native.backends import choose_backend
 
 
 CPU = torch.device("cpu")

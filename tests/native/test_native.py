@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 
-from hf_speculate.native import binding as native
-from hf_speculate.native.backends import BACKENDS, choose_backend
-from hf_speculate.native.formats import FORMATS
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.backends import BACKENDS, choose_backend
+from hf_speculate_gguf.native.formats import FORMATS
 
 from ..support.packed import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
 from ..support.paths import REPOSITORY

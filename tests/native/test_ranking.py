@@ -14,10 +14,10 @@ from transformers import (
 )
 
 from hf_speculate.drafting.ranking import rank_children
-from hf_speculate.native import NativeRanking, Sampling
-from hf_speculate.native import binding as native
-from hf_speculate.native.backends import BACKENDS
-from hf_speculate.native.modules import PackedLinear
+from hf_speculate_gguf.native import NativeRanking, Sampling
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.backends import BACKENDS
+from hf_speculate_gguf.native.modules import PackedLinear
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")

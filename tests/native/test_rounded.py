@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.gguf import load_model
-from hf_speculate.native import NativeRanking, RoundedLinear, quicken
-from hf_speculate.native import binding as native
-from hf_speculate.native.rounded import RoundedMatrix, _blocks
-from hf_speculate.native.rounded_layers import RoundedForward
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.native import NativeRanking, RoundedLinear, quicken
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.rounded import RoundedMatrix, _blocks
+from hf_speculate_gguf.native.rounded_layers import RoundedForward
 
 from ..support.random_gguf import FileShape, one_type, write_random_file
 from ..support.tiny_heads import write_eagle_head
@@ -76,7 +76,7 @@ class TestMatrix:
     def test_many_rows_of_weights_are_packed_in_parts(self, monkeypatch):
         layer = linear(64, 200)
         whole = RoundedMatrix.of(layer).packed
-        monkeypatch.setattr("hf_speculate.native.rounded.BUFFER_WEIGHTS", 64 * 40)
+        monkeypatch.setattr("hf_speculate_gguf.native.rounded.BUFFER_WEIGHTS", 64 * 40)
         assert torch.equal(RoundedMatrix.of(layer).packed, whole)
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])

@@ -14,12 +14,12 @@ import torch
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import cache_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.gguf import load_model, packing_report
-from hf_speculate.gguf.reading import read_header
-from hf_speculate.native.binding import native_problem
-from hf_speculate.native.formats import FORMATS
-from hf_speculate.native.modules import PackedEmbedding, PackedLinear, Projection
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
+from hf_speculate_gguf import load_model, packing_report
+from hf_speculate_gguf.native.binding import native_problem
+from hf_speculate_gguf.native.formats import FORMATS
+from hf_speculate_gguf.native.modules import PackedEmbedding, PackedLinear, Projection
+from hf_speculate_gguf.reading import read_header
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions
@@ -97,7 +97,7 @@ def test_native_weights_are_as_wide_as_in_the_file(write):
 _MEASURE = """
 import os, sys, torch
 from transformers import LlamaForCausalLM
-from hf_speculate.gguf import load_model
+from hf_speculate_gguf import load_model
 def status(field):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_speculate.native import binding
+from hf_speculate_gguf.native import binding
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")

@@ -7,11 +7,11 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate.cache import TreeCache, as_cache
-from hf_speculate.gguf import load_model
-from hf_speculate.native import binding as native
-from hf_speculate.native.layers import find_sight
 from hf_speculate.scoring import Scorer
 from hf_speculate.tree import DraftTree, TreeMask, TreePlan, additive
+from hf_speculate_gguf import load_model
+from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.layers import find_sight
 
 from ..support.packed import ids
 

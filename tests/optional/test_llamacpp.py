@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_speculate import AutoSpeculator, load_gguf
-from hf_speculate.commands import builtin_prompts, chat_ids
 from hf_speculate.models import SMOLLM2
-from hf_speculate_plugins.commands.convert import convert_checkpoint
+from hf_speculate_tools.commands import builtin_prompts, chat_ids
+from hf_speculate_tools.heads.convert import convert_checkpoint
 
 from ..support.llamacpp import SERVER, drafted, write_target
 from ..support.paths import REPOSITORY

@@ -22,13 +22,23 @@ from ..support.tiers import QUICK, REST
 
 PACKAGES = {
     "hf_speculate": REPOSITORY / "hf_speculate",
+    "hf_speculate_gguf": REPOSITORY / "plugins" / "hf_speculate_gguf",
     "hf_speculate_plugins": REPOSITORY / "plugins" / "hf_speculate_plugins",
     "hf_speculate_tools": REPOSITORY / "plugins" / "hf_speculate_tools",
     "hf_speculate_training": REPOSITORY / "training" / "hf_speculate_training",
 }
 MAX_LINES = 400
-# Neither drafting methods nor the trainer, and nothing heavy that only they or the CLI want.
-NOT_IN_CORE = ("hf_speculate_plugins", "hf_speculate_training", "datasets", "peft", "matplotlib", "typer")
+# Not one of the other houses, and nothing heavy that only they want.
+NOT_IN_CORE = (
+    "hf_speculate_gguf",
+    "hf_speculate_plugins",
+    "hf_speculate_tools",
+    "hf_speculate_training",
+    "datasets",
+    "peft",
+    "matplotlib",
+    "typer",
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +149,11 @@ class TestTests:
 
 # Files without which a package does not work.
 NEEDED = (
-    "hf_speculate/native/kernel/kernel.cpp",
-    "hf_speculate/native/kernel/layer.h",
+    "hf_speculate_gguf/native/kernel/kernel.cpp",
+    "hf_speculate_gguf/native/kernel/layer.h",
     "hf_speculate/generation/tried_classes.json",
-    "hf_speculate/commands/chat_prompts.jsonl",
-    "hf_speculate/commands/python_prompts.jsonl",
+    "hf_speculate_tools/commands/chat_prompts.jsonl",
+    "hf_speculate_tools/commands/python_prompts.jsonl",
 )
 MAX_SDIST = 8 << 20
 

@@ -15,7 +15,7 @@ from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
-from hf_speculate.gguf import load_model
+from hf_speculate_gguf import load_model
 from hf_speculate_plugins import block, eagle
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads_head

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from hf_speculate.native import binding as native
 from hf_speculate.tree import TreePlan
+from hf_speculate_gguf.native import binding as native
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward

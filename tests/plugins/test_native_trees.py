@@ -7,8 +7,8 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
 
 from hf_speculate.drafting import DraftState
-from hf_speculate.native import NativeDraft, NativeRanking
 from hf_speculate.verification import Noise
+from hf_speculate_gguf.native import NativeDraft, NativeRanking
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleHead, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward, NativeSteps

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_speculate_plugins.commands.export import export_head
+from hf_speculate_tools.heads.export import export_head
 
 from ..support.paths import REPOSITORY
 from ..support.speculators_peer import PYTHON, assert_peer_agrees

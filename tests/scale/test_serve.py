@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from typer.testing import CliRunner
 
-from hf_speculate.cli import app
+from hf_speculate_tools.cli import app
 
 from ..support.training import save_target
 

@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache import TreeCache
-from hf_speculate.commands import environment
 from hf_speculate.compilation import Compiler
 from hf_speculate.scoring import Scorer, backends, backends_in_use, exact_scorer, filler_cache, tree_backends
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import RandomDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads
+from hf_speculate_tools.commands import environment
 
 from ..support.heads import VOCAB, target, write_head
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from hf_speculate.bench.runs import TimedRun
-from hf_speculate.cli import app
 from hf_speculate.stats import SpeculationStats
+from hf_speculate_tools.bench.runs import TimedRun
+from hf_speculate_tools.cli import app
 
 
 def bench(*arguments: Any):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_speculate.gguf import LLAMA_LAYER, describe_vocabulary, interleaved, write_gguf
+from hf_speculate_gguf import LLAMA_LAYER, describe_vocabulary, interleaved, write_gguf
 from hf_speculate_plugins.checkpoints import LoadedTarget
 
 

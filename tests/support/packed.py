@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_speculate.gguf.matrices import Matrix, TensorRows
-from hf_speculate.gguf.reading import GgufFile, TensorEntry, file_identity
-from hf_speculate.native.backends import BACKENDS
-from hf_speculate.native.binding import native_problem
-from hf_speculate.native.modules import PackedLinear
+from hf_speculate_gguf.matrices import Matrix, TensorRows
+from hf_speculate_gguf.native.backends import BACKENDS
+from hf_speculate_gguf.native.binding import native_problem
+from hf_speculate_gguf.native.modules import PackedLinear
+from hf_speculate_gguf.reading import GgufFile, TensorEntry, file_identity
 
 from .models import VOCAB_SIZE
 from .random_gguf import FileShape, one_type, random_blocks, write_random_file

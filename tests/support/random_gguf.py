@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.native.formats import DENSE_TYPES, FORMATS
+from hf_speculate_gguf.native.formats import DENSE_TYPES, FORMATS
 
 
 # Where a block has its scale, where its offset, and which offset (in scales) puts the mean of random weights near zero.

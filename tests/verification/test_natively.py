@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate.native import binding as native
 from hf_speculate.verification import natively
+from hf_speculate_gguf.native import binding as native
 
 
 class ByTorch:

@@ -24,11 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
-from hf_speculate.commands import target_path
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import sample_bytes
+from hf_speculate_gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
+from hf_speculate_tools.commands import target_path
 
 from .sections import RecipeError, expand_home
 

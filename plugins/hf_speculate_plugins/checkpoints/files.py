@@ -306,7 +306,7 @@ class Checkpoint:
         tensors: tensors by name, wrapper prefixes stripped, on the CPU, in the dtype of the file. They may be mapped
             from it: copy a tensor that is to outlive the file.
         files: names of the weight files that were read, relative to `folder`.
-        packed: matrices that a GGUF file has in blocks (`hf_speculate.gguf.Matrix`), by name; their values are in
+        packed: matrices that a GGUF file has in blocks (`hf_speculate_gguf.Matrix`), by name; their values are in
             `tensors`, too.
     """
 

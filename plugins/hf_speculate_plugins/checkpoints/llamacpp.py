@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import replace_files
-from hf_speculate.gguf import (
+from hf_speculate_gguf import (
     LLAMA_LAYER,
     ROPE_FACTORS,
     GgufFile,
@@ -35,7 +35,7 @@ from hf_speculate.gguf import (
     read_values,
     write_gguf,
 )
-from hf_speculate.native import FORMATS
+from hf_speculate_gguf.native import FORMATS
 
 from .config import GGUF_ARCHITECTURE
 

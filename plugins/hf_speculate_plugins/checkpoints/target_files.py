@@ -74,7 +74,7 @@ class TargetFiles:
             CheckpointError: there is no tokenizer, it has another number of tokens, or is of a kind that is not
                 written.
         """
-        from hf_speculate.gguf import describe_vocabulary  # a slow import that other conversions do without
+        from hf_speculate_gguf import describe_vocabulary  # a slow import that other conversions do without
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
@@ -149,7 +149,7 @@ class LoadedTarget(TargetFiles):
         path = self._tokenizer_name
         if not path.endswith(".gguf"):
             return super().vocabulary(vocab_size)
-        from hf_speculate.gguf import read_header, vocabulary_of
+        from hf_speculate_gguf import read_header, vocabulary_of
 
         found = vocabulary_of(read_header(path))
         count = len(found.get("tokenizer.ggml.tokens", ()))

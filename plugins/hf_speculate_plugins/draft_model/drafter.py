@@ -50,7 +50,7 @@ def load_beside(place: str, target: GenerativeModel) -> GenerativeModel:
     """The causal LM of a folder, Hub id or GGUF file (its weights stay packed) for the target, see `load_model`."""
     place = user_path(place)
     if place.endswith(".gguf"):
-        from hf_speculate.gguf import load_model as load_packed  # nothing else needs what it imports
+        from hf_speculate_gguf import load_model as load_packed  # nothing else needs what it imports
 
         return load_packed(place, dtype=target.dtype, device=target.device)
     return load_model(local_folder(place), target)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import DraftState, finite
-from hf_speculate.native import (
+from hf_speculate.tree import DraftTree
+from hf_speculate_gguf.native import (
     FIXED_ROPE,
     AngleTable,
     LayerParts,
@@ -34,7 +35,6 @@ from hf_speculate.native import (
     served,
     tree_rows,
 )
-from hf_speculate.tree import DraftTree
 
 from ..heads import LoadedHead, Reading
 from .head import EagleHead, EntryLayer

@@ -182,7 +182,7 @@ class SharingHead(nn.Module, Generic[Spec]):
     def quicken(self) -> None:
         """Lets matrices multiply few rows in 8 bits from now on, on a CPU that has the kernel. The head's weights stay,
         and so does the target."""
-        from hf_speculate.native import RoundedLinear, has_kernel, quicken  # and the package for packed targets
+        from hf_speculate_gguf.native import RoundedLinear, has_kernel, quicken  # and the package for packed targets
 
         if not self.is_quick and self.device.type == "cpu" and has_kernel():
             quicken(self)

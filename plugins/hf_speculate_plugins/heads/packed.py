@@ -20,7 +20,11 @@ def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
         head: head on its device, in its dtype.
         packed: matrices by the names of their tensors.
     """
-    from hf_speculate.native import NativeBackend, PackedLinear, choose_backend  # and the package for packed targets
+    from hf_speculate_gguf.native import (  # and the package for packed targets
+        NativeBackend,
+        PackedLinear,
+        choose_backend,
+    )
 
     first = next(head.parameters())
     backend = choose_backend("auto", first.device, first.dtype) if first.device.type == "cpu" else None

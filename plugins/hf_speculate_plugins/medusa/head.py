@@ -21,7 +21,7 @@ from hf_speculate.scoring import unhooked
 
 
 if TYPE_CHECKING:
-    from hf_speculate.native import RoundedLinear, WeightsInPlace
+    from hf_speculate_gguf.native import RoundedLinear, WeightsInPlace
 
 
 class MedusaHeads(nn.Module):
@@ -177,7 +177,11 @@ class QuickOutputs:
 
     def of(self, target: GenerativeModel) -> Sequence[RoundedLinear]:
         """One output a matrix: for each head, or for all; none where the kernel does not multiply with them."""
-        from hf_speculate.native import RoundedLinear, WeightsInPlace, has_kernel  # and the package for packed targets
+        from hf_speculate_gguf.native import (  # and the package for packed targets
+            RoundedLinear,
+            WeightsInPlace,
+            has_kernel,
+        )
 
         weight, lm_head = self._heads.output_weight, target.get_output_embeddings()
         if (

@@ -15,16 +15,17 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator, cli
+from hf_speculate import AutoSpeculator
 from hf_speculate.drafting import CalibrationTable, DraftRequest, DraftState
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate.stats import HeadRecord
-from hf_speculate_plugins.check import AcceptanceRates, HeadCheck, Trial, write_texts
-from hf_speculate_plugins.check.acceptance import replayed
-from hf_speculate_plugins.commands.check import as_json, check_checkpoint, write_calibration
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_plugins.medusa.saving import write_heads
+from hf_speculate_tools import cli
+from hf_speculate_tools.check import AcceptanceRates, HeadCheck, Trial, write_texts
+from hf_speculate_tools.check.acceptance import replayed
+from hf_speculate_tools.heads.check import as_json, check_checkpoint, write_calibration
 
 from ...support.block_heads import random_block
 from ...support.eagle_chains import chain_logits

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_speculate import cli
-from hf_speculate.commands import Prompt, chat_ids
 from hf_speculate.errors import SpeculateError
-from hf_speculate_plugins.check import HeadInUse, Measured, compare, find_conditions
+from hf_speculate_tools import cli
+from hf_speculate_tools.check import HeadInUse, Measured, compare, find_conditions
+from hf_speculate_tools.commands import Prompt, chat_ids
 
 from ...support.adapters import perturbed
 from ...support.models import build_tiny_model

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaHeads
 from hf_speculate_plugins.medusa.saving import write_heads
+from hf_speculate_tools.heads.convert import convert_checkpoint
 
 from ...support.tiny_heads import write_eagle_head
 

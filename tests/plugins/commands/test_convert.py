@@ -15,15 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator, cli
+from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, TargetMismatchError
 from hf_speculate_plugins.checkpoints import read_checkpoint
-from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, load_head
 from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_plugins.medusa.loading import read_heads
 from hf_speculate_plugins.medusa.saving import write_heads
+from hf_speculate_tools import cli
+from hf_speculate_tools.heads.convert import convert_checkpoint
 
 from ...support.paths import REPOSITORY, SHARED
 

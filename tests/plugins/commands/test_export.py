@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator, SpeculateError, cli, load_gguf
+from hf_speculate import AutoSpeculator, SpeculateError, load_gguf
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.gguf import read_header
-from hf_speculate_plugins.commands.engines import EngineDrafts, engine_warnings, refuse_quantized
-from hf_speculate_plugins.commands.export import SCRIPT, export_head
+from hf_speculate_gguf import read_header
 from hf_speculate_plugins.medusa import StaticTree
+from hf_speculate_tools import cli
+from hf_speculate_tools.heads.engines import EngineDrafts, engine_warnings, refuse_quantized
+from hf_speculate_tools.heads.export import SCRIPT, export_head
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3Shape, new_eagle3
 
 from ...support.llamacpp import write_target

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from hf_speculate import cli
+from hf_speculate_tools import cli
 from tests.support.paths import REPOSITORY
 
 

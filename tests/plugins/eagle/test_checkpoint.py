@@ -19,9 +19,9 @@ from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.hub.repositories import drafter_class_for
 from hf_speculate_plugins.checkpoints import ConfigValues
-from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions
 from hf_speculate_plugins.eagle.loading import _rope
+from hf_speculate_tools.heads.convert import convert_checkpoint
 
 from ...support.heads import DEPTH, EAGLE_LAYOUTS, HIDDEN, PLAIN, VOCAB, make_tensors, target
 from ...support.paths import REPOSITORY

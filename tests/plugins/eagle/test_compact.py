@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.checkpoints import vocabulary_output
-from hf_speculate_plugins.commands.convert import convert_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter
+from hf_speculate_tools.heads.convert import convert_checkpoint
 
 from ...support.heads import HIDDEN, PLAIN, target
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest
-from hf_speculate.native import RoundedLinear
+from hf_speculate_gguf.native import RoundedLinear
 from hf_speculate_plugins.medusa import MedusaHeads
 from hf_speculate_plugins.medusa.head import QuickForward, QuickOutputs
 from hf_speculate_plugins.medusa.steps import CompiledSteps, PlainSteps, steps_of
@@ -104,5 +104,5 @@ def test_what_the_kernel_does_not_multiply(monkeypatch):
     small = MedusaHeads(torch.randn(2, 1, 32, 32), None, torch.randn(2, 96, 32))
     assert not QuickOutputs(small).of(Target())
     assert not QuickOutputs(heads_of(3).to("meta")).of(Target())
-    monkeypatch.setattr("hf_speculate.native.has_kernel", lambda: False)
+    monkeypatch.setattr("hf_speculate_gguf.native.has_kernel", lambda: False)
     assert not QuickOutputs(heads_of(3)).of(Target())

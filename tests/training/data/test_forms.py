@@ -241,7 +241,7 @@ def test_missing_packages_are_one_line_with_the_command(monkeypatch):
     code = (
         "import importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name == 'datasets' else find(name, *rest)\n"
-        "from hf_speculate.cli import app; app(['train'])"
+        "from hf_speculate_tools.cli import app; app(['train'])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "training needs datasets: pip install 'hf-speculate[train]'" in result.stderr

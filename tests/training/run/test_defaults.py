@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator, cli
+from hf_speculate import AutoSpeculator
+from hf_speculate_tools import cli
 from hf_speculate_training.methods import installed_methods, load_method
 from hf_speculate_training.run import default_choices, defaults, read_recipe, recipe_from, recipe_values
 from hf_speculate_training.sections import RecipeError

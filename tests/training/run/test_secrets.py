@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import HfApi
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import LOCAL_RECIPE_FILE, push_folder, write_custom_generate
+from hf_speculate_tools.hub import LOCAL_RECIPE_FILE, push_folder, write_custom_generate
 from hf_speculate_training.run import Recipe, read_recipe, recipe_from, train_head
 from hf_speculate_training.run.provenance import check_same, write_recipe
 from hf_speculate_training.sections import RecipeError

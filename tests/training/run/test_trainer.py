@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.hub import repositories
+from hf_speculate_tools.hub import uploads
 from hf_speculate.models import unwrap
 from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments, MethodSection
 from hf_speculate_training.data import Collator, RowDataset, prepare_data
@@ -335,7 +335,7 @@ def test_a_draft_vocabulary_is_chosen_by_the_data(saved_target, args):
 
 def test_push_to_hub_uploads_the_head(saved_target, args, tmp_path, monkeypatch):
     hub = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(repositories, "HfApi", hub)
+    monkeypatch.setattr(uploads, "HfApi", hub)
     args.hub_model_id = "me/head"
     trainer = HeadTrainer(str(saved_target), train_dataset=CHATS, args=args)
     trainer.push_to_hub(private=True, token="t")

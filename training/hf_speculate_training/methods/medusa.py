@@ -26,10 +26,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.hub import ADAPTER_FOLDER, local_folder
+from hf_speculate.hub import local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import is_dense, last_device, output_layer
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
+from hf_speculate_tools.hub import ADAPTER_FOLDER
 
 from ..data import NO_DOCUMENT, Batch
 from ..sections import RecipeError, field_names, refuse_unknown

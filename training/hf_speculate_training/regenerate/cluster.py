@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from hf_speculate.commands import make_spec, parse_spec
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
+from hf_speculate_tools.commands import make_spec, parse_spec
 
 from ..target import TargetSection, load_target, load_tokenizer
 from .answers import Document, Job

@@ -12,10 +12,10 @@ import typer
 from torch import nn
 from transformers.utils import logging
 
-from hf_speculate.commands import make_spec, parse_spec, read_prompts, say_json
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
+from hf_speculate_tools.commands import make_spec, parse_spec, read_prompts, say_json
 
 from ..data import HeldOut, load_records
 from ..target import DtypeName, QuantizationName, TargetSection, load_config, load_target, load_tokenizer

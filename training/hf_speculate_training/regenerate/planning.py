@@ -12,8 +12,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
-from hf_speculate.commands import check_temperatures
 from hf_speculate.errors import SpeculateError
+from hf_speculate_tools.commands import check_temperatures
 
 from ..data import (
     Chat,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import TrainingArguments, set_seed
 
-from hf_speculate.commands import read_prompts, tokenize
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
+from hf_speculate_tools.commands import read_prompts, tokenize
 
 from ..data import Collator, DataOptions, PreparedData, RowDataset, Source, prepare_data
 from ..methods import TrainingMethod, count_tokens, load_method

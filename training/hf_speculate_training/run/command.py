@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from hf_speculate.commands import console, say
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import user_path
 from hf_speculate.hub import read_provenance
+from hf_speculate_tools.commands import console, say
 from hf_speculate_tools.endings import INTERRUPTED
 
 from .arguments import end_process_group, process_index

@@ -12,8 +12,8 @@ from transformers import TrainingArguments, integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.hub import check_upload
 from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate_tools.hub import check_upload
 
 from ..data import RowDataset
 from ..methods import TrainingMethod

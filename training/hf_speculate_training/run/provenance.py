@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from hf_speculate.commands import environment
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, replace_files
-from hf_speculate.gguf import packing_report
-from hf_speculate.hub import LOCAL_RECIPE_FILE, PROVENANCE_FILE, RECIPE_FILE, describe_identity, public_provenance
+from hf_speculate.hub import PROVENANCE_FILE, describe_identity
 from hf_speculate.models import unwrap
+from hf_speculate_gguf import packing_report
+from hf_speculate_tools.commands import environment
+from hf_speculate_tools.hub import LOCAL_RECIPE_FILE, RECIPE_FILE, public_provenance
 
 from ..target import target_fingerprint
 from .recipe import Recipe

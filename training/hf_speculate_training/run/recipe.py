@@ -26,9 +26,9 @@ import yaml
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import read_bytes, user_path
-from hf_speculate.hub import public_recipe
 from hf_speculate.messages import find_secret, masked
 from hf_speculate.registry import unknown_name_message
+from hf_speculate_tools.hub import public_recipe
 
 from ..data import DataOptions
 from ..methods import check_method

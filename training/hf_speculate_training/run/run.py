@@ -15,12 +15,13 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
-from hf_speculate.hub import CURVES_FILE, card_facts, push_folder, read_provenance, write_card
+from hf_speculate.hub import read_provenance
 from hf_speculate.messages import get_logger, masked_arguments
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
 from hf_speculate.speculator import AutoSpeculator, without_verdicts
-from hf_speculate_plugins.check import measure_calibration
+from hf_speculate_tools.check import measure_calibration
+from hf_speculate_tools.hub import CURVES_FILE, card_facts, push_folder, write_card
 
 from ..data import Collator, RowDataset, check_source, content_fingerprint
 from ..states import ForeignFeatures, is_foreign, write_features

@@ -1,0 +1,352 @@
+"""`load_gguf`: a transformers model and its tokenizer from a GGUF file, its weights packed as they are in the file."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+from transformers.utils.quantization_config import GgufConfig
+
+from hf_speculate.errors import CheckpointError
+from hf_speculate.messages import get_logger
+from hf_speculate.models import GenerativeModel
+
+from .matrices import Matrix, TensorRows, half_split_order, read_vector
+from .model import (
+    ATTENTION,
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD_NORMS,
+    MLP,
+    OUTPUT,
+    ModelPlan,
+    plan_model,
+)
+from .native import (
+    DENSE_TYPES,
+    FORMATS,
+    Backend,
+    DequantizeBackend,
+    FusedLinear,
+    NativeBackend,
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    Projection,
+    ScaledEmbedding,
+    choose_backend,
+    fuse,
+    together,
+)
+from .report import packing_report
+from .rope import plain_frequencies
+from .shards import find_file, read_model_file
+from .stock_methods import replace_methods
+from .tokenizer import read_tokenizer
+
+
+logger = get_logger(__name__)
+
+
+def load_gguf(
+    path_or_repo: str | os.PathLike[str],
+    *,
+    gguf_file: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    backend: str = "auto",
+    attn_implementation: str | None = None,
+    **hub_kwargs: Any,
+) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
+    """A causal LM from a GGUF file, its quantised weights kept packed in memory.
+
+    Architectures llama, qwen2, qwen3, gemma2, gemma3, smollm3 and granite; types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
+    Q6_K, IQ4_NL, IQ4_XS, F16, BF16, F32, and mixes. Matrices of other types that the `gguf` package reads are
+    dequantised, with a warning. The model is one of transformers' own for inference; it cannot be trained nor saved.
+    PEFT's LoRA works on it (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging
+    need `backend="dense"`.
+
+    Args:
+        path_or_repo: a file (the first one of a model in parts); or a folder or Hub repository that holds `gguf_file`;
+            or the name of one ("smollm2", "qwen2.5-coder-0.5b", see `hf_speculate.models`).
+        gguf_file: name of the file in a folder or repository.
+        dtype: dtype of everything that is not packed, and of products.
+        device: device of the weights; None: the CPU.
+        tokenizer: a tokenizer to use instead of the one in the file.
+        backend: backend for products with packed weights. "auto" takes on a CPU "native", a kernel that is compiled at
+            first use and needs a C++ compiler. In bfloat16 without AMX it takes "native-int8", which rounds inputs to 8
+            bits as llama.cpp does: faster, nearly the same. Without a compiler it takes "dense" (everything dequantised
+            at load). On other devices it takes "dequantize" (at every call, small and slow).
+        attn_implementation: attention of the model, as in `from_pretrained`; None takes its default.
+        hub_kwargs: options of the download: `revision`, `token`, `cache_dir`, `local_files_only` ...
+
+    Returns:
+        Model (in eval mode) and tokenizer. `hf_speculate_gguf.packing_report(model)` lists the bytes of its weights.
+
+    Raises:
+        CheckpointError: there is no such file; it is broken, cut off, of another architecture, or has missing or
+            unknown metadata or tensors. Only scales that are not finite are found after weights are read.
+        UnsupportedRequestError: the backend does not exist, or does not run on the device.
+    """
+    path = find_file(path_or_repo, gguf_file, hub_kwargs)
+    file = read_model_file(path)
+    plan = plan_model(file)
+    on = torch.device(device or "cpu")
+    chosen = choose_backend(backend, on, dtype)
+    tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file, plan.config.vocab_size)
+    model = build_model(plan, dtype, on, chosen, attn_implementation)
+    logger.info(f"{path}: {packing_report(model)}")
+    return model, tokenizer
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    backend: str = "auto",
+    attn_implementation: str | None = None,
+) -> GenerativeModel:
+    """The model of `load_gguf` without a tokenizer. The arguments and errors are those of `load_gguf`."""
+    on = torch.device(device or "cpu")
+    plan, chosen = plan_model(read_model_file(path)), choose_backend(backend, on, dtype)
+    return build_model(plan, dtype, on, chosen, attn_implementation)
+
+
+def build_model(
+    plan: ModelPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend | None,
+    attn_implementation: str | None = None,
+) -> GenerativeModel:
+    """Builds the model of a plan, matrix by matrix.
+
+    Args:
+        backend: computes with the matrices that are stored in blocks; None: they are dequantised.
+    """
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
+    if backend is not None:
+        _warn_of_dequantising(plan, dtype)
+    builder = _Builder(plan, dtype, device, backend)
+    with together():
+        builder.fill(model)
+    plan.file.check_unchanged()
+    _hand_back_memory()
+    remaining = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if remaining:
+        raise CheckpointError(f"{plan.file.path!r} has nothing for {', '.join(remaining)}.")
+    model.requires_grad_(False).eval()
+    fuse(model)
+    model.hf_quantizer = PackedGgufQuantizer()
+    # Embeddings and output layer are packed apart, so nothing may tie them again.
+    model._tied_weights_keys = {}
+    model.all_tied_weights_keys = {}
+    model.name_or_path = model.config._name_or_path = plan.file.path
+    model.generation_config = GenerationConfig(
+        bos_token_id=plan.bos_token_id,
+        eos_token_id=list(plan.eos_token_ids) or None,
+        pad_token_id=plan.pad_token_id,
+    )
+    if backend is not None:
+        replace_methods(model)
+    return model
+
+
+def _warn_of_dequantising(plan: ModelPlan, dtype: torch.dtype) -> None:
+    """Logs which matrices do not stay packed although they are quantised."""
+    found = [entry for entry in plan.file.tensors.values() if entry.type not in (*FORMATS, *DENSE_TYPES)]
+    if found:
+        kinds, num_weights = sorted({entry.type for entry in found}), sum(math.prod(entry.shape) for entry in found)
+        logger.warning(
+            f"{plan.file.path}: {len(found)} matrices are of types that cannot stay packed ({', '.join(kinds)}): they "
+            f"are dequantised and take {num_weights * dtype.itemsize / 1e6:.0f} MB, not "
+            f"{sum(entry.num_bytes for entry in found) / 1e6:.0f}."
+        )
+
+
+class _Builder:
+    """Builds the modules of one model."""
+
+    def __init__(self, plan: ModelPlan, dtype: torch.dtype, device: torch.device, backend: Backend | None):
+        self.plan = plan
+        self.file = plan.file
+        self.dtype = dtype
+        self.device = device
+        self.backend = backend
+
+    def fill(self, model: Any) -> None:
+        decoder = model.model
+        # Gemma's own module has its factor as a buffer, which is not on any device yet.
+        decoder.embed_tokens = self._embeddings(getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0))
+        if self.plan.is_tied:
+            model.lm_head = self._tied_output(decoder.embed_tokens)
+        else:
+            model.lm_head = self._linear(self._matrix([OUTPUT]), None)
+        for index, layer in enumerate(logging.tqdm(decoder.layers, desc="Packing layers")):
+            self._fill_layer(layer, f"blk.{index}.")
+        decoder.norm.weight = self._norm(FINAL_NORM)
+        self._place_rotary(decoder)
+
+    def _fill_layer(self, layer: Any, prefix: str) -> None:
+        for name, module in self.plan.architecture.norms.items():
+            getattr(layer, module).weight = self._norm(f"{prefix}{name}.weight")
+        for name, module in HEAD_NORMS.items():
+            if hasattr(layer.self_attn, module):
+                getattr(layer.self_attn, module).weight = self._norm(f"{prefix}{name}.weight")
+        for parent, names, fused in (
+            (layer.self_attn, ATTENTION, ("attn_q", "attn_k", "attn_v")),
+            (layer.mlp, MLP, ("ffn_gate", "ffn_up")),
+        ):
+            for group in self._groups(prefix, fused):
+                for name, module in zip(group, self._projections(prefix, group), strict=True):
+                    setattr(parent, names[name], module)
+            for name in names.keys() - set(fused):
+                setattr(parent, names[name], self._projections(prefix, [name])[0])
+
+    def _groups(self, prefix: str, names: Iterable[str]) -> list[list[str]]:
+        """Projections of one input. Packed ones of the same type form a group."""
+        groups: dict[Any, list[str]] = {}
+        for name in names:
+            kind = self.file.tensors[f"{prefix}{name}.weight"].type
+            is_packed = self.backend is not None and kind in FORMATS
+            has_bias = f"{prefix}{name}.bias" in self.file.tensors
+            groups.setdefault((kind, has_bias) if is_packed else name, []).append(name)
+        return list(groups.values())
+
+    def _projections(self, prefix: str, names: list[str]) -> list[nn.Module]:
+        """One module for each name; the modules of several names share one product."""
+        matrix = self._matrix([f"{prefix}{name}.weight" for name in names])
+        biases = [self._bias(f"{prefix}{name}.bias") for name in names]
+        bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+        if len(names) == 1:
+            return [self._linear(matrix, bias)]
+        fused = FusedLinear(self._packed(PackedMatrix, matrix, bias), matrix.sizes)
+        return [Projection(fused, index) for index in range(len(names))]
+
+    def _matrix(self, names: list[str]) -> Matrix:
+        return Matrix(tuple(TensorRows(self.file, self.file.tensors[name], self._order(name)) for name in names))
+
+    def _order(self, name: str) -> Tensor | None:
+        """The rows of a tensor in transformers' order; None if they are in order."""
+        if not self.plan.architecture.permutes:
+            return None
+        config, rows = self.plan.config, self.file.tensors[name].shape[0]
+        if ".attn_q." in name:
+            return half_split_order(rows, config.num_attention_heads)
+        return half_split_order(rows, config.num_key_value_heads) if ".attn_k." in name else None
+
+    def _linear(self, matrix: Matrix, bias: Tensor | None) -> nn.Module:
+        """A packed layer if its blocks stay packed, else an ordinary one."""
+        if self.backend is None or matrix.type not in FORMATS:
+            return self._dense_linear(self._dense(matrix), bias)
+        return self._packed(PackedLinear, matrix, bias)
+
+    def _packed(self, kind: type[PackedMatrix], matrix: Matrix, bias: Tensor | None) -> PackedMatrix:
+        assert self.backend is not None
+        tensors = self.backend.pack(matrix, self.dtype, self.device)
+        return kind(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, tensors, bias)
+
+    def _dense_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+        with torch.device("meta"):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        # Tied embeddings pass their own parameter, which must stay the same one.
+        linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+        linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
+        return linear
+
+    def _dense(self, matrix: Matrix) -> Tensor:
+        weights = matrix.values(self.dtype, self.device)
+        if not weights.isfinite().all():
+            raise CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some weights are not finite.")
+        return weights
+
+    def _embeddings(self, scale: float) -> nn.Embedding:
+        """The embeddings. Packed ones keep the file's bytes: no kernel's layout gives single rows.
+
+        Args:
+            scale: factor of all embeddings.
+        """
+        matrix = self._matrix([EMBEDDINGS])
+        if self.backend is None or matrix.type not in FORMATS:
+            weight = self._dense(matrix)
+            if scale != 1:
+                return ScaledEmbedding(weight, scale)
+            return nn.Embedding(matrix.num_rows, matrix.num_columns, _weight=weight, _freeze=True)
+        weight = matrix.read(0, matrix.num_rows).to(self.device)
+        return PackedEmbedding(weight, matrix.type, self.dtype, isinstance(self.backend, NativeBackend), scale)
+
+    def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
+        """The output layer of tied embeddings; it shares their memory unless a kernel has a layout of its own."""
+        if not isinstance(embeddings, PackedEmbedding):
+            return self._dense_linear(embeddings.weight, None)
+        output = self._linear(self._matrix([EMBEDDINGS]), None)
+        if isinstance(output, PackedLinear) and isinstance(self.backend, DequantizeBackend):
+            embeddings.packed = output.packed
+        return output
+
+    def _norm(self, name: str) -> nn.Parameter:
+        return self._vector(name, self.plan.architecture.norm_shift)
+
+    def _vector(self, name: str, shift: float = 0.0) -> nn.Parameter:
+        """A vector of the file, less `shift`."""
+        values = read_vector(self.file, self.file.tensors[name])
+        values = (values.float() - shift if shift else values).to(self.device, self.dtype)
+        if not values.isfinite().all():
+            raise CheckpointError(f"{self.file.path!r}: {name!r} holds values that are not finite.")
+        return nn.Parameter(values, requires_grad=False)
+
+    def _bias(self, name: str) -> Tensor | None:
+        if name not in self.file.tensors:
+            return None
+        order, values = self._order(name), self._vector(name).data
+        return values if order is None else values[order.to(values.device)]
+
+    def _place_rotary(self, decoder: Any) -> None:
+        """Computes RoPE's frequencies, with the factors of the file if it has some."""
+        with torch.device("cpu"):
+            rotary = type(decoder.rotary_emb)(self.plan.config)
+        if self.plan.rope_factors is not None:
+            frequencies = plain_frequencies(self.plan.config) / self.plan.rope_factors
+            rotary.inv_freq.copy_(frequencies)
+            rotary.original_inv_freq = rotary.inv_freq.clone()
+        decoder.rotary_emb = rotary.to(self.device)
+
+
+def _hand_back_memory() -> None:
+    """Returns buffers that the C library keeps after packing: a tenth of a small model's size."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class PackedGgufQuantizer(HfQuantizer):
+    """Marks a model as quantised for transformers: it must not save, train or compile it by itself."""
+
+    requires_calibration = False
+
+    def __init__(self):
+        super().__init__(GgufConfig())
+
+    def is_serializable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_trainable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return False

@@ -1,0 +1,240 @@
+"""Backends for products with packed matrices: one interface, chosen at load by device and dtype.
+
+Decoding and verification use the same backend: the bits of a row never depend on the number of rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+from torch.nn import functional
+
+from hf_speculate.errors import CheckpointError, UnsupportedRequestError
+
+from . import binding, large_pages
+from .formats import FORMATS
+
+
+# Name of the choice to pack nothing and use transformers' own linear layers.
+DENSE = "dense"
+
+# Number of weights that `dequantize` has in memory at a time, in float32 and in the model's dtype.
+BUFFER_WEIGHTS = 1 << 22
+
+
+class Blocks(Protocol):
+    """A matrix in a file: rows of blocks of one type.
+
+    Attributes:
+        names: names of its tensors in the file.
+        type: block type of all its tensors.
+        num_rows, num_columns: shape of the matrix.
+        row_bytes: number of bytes of a row.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def num_columns(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def chunks(self, num_weights: int, multiple: int = 1) -> Iterator[tuple[int, UInt8[Tensor, "R bytes"]]]:
+        """(first row, bytes) of about `num_weights` weights at a time; every chunk but the last has a multiple of
+        `multiple` rows."""
+        ...
+
+
+class Backend(ABC):
+    """Packs matrices of blocks and multiplies with them.
+
+    Attributes:
+        name: name for `load_gguf(backend=)` and reports.
+    """
+
+    name: str
+
+    @abstractmethod
+    def problem(self, device: torch.device, dtype: torch.dtype) -> str:
+        """The reason why the backend cannot be used with this device and dtype; "" if it can."""
+
+    @abstractmethod
+    def pack(self, matrix: Blocks, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Packs a matrix: `packed`, uint8, and other tensors that `multiply` needs, by name.
+
+        Raises:
+            CheckpointError: a scale is not finite.
+        """
+
+    @abstractmethod
+    def multiply(self, inputs: Float[Tensor, "M K"], layer: Any) -> Float[Tensor, "M N"]:
+        """x @ w.T without bias.
+
+        Args:
+            layer: module with the packed tensors, `block_type` and `out_features` (N) as attributes.
+        """
+
+
+class NativeBackend(Backend):
+    """Our own kernel, compiled at first use: it multiplies with the packed integers and sums in float32.
+
+    Weights keep the width that they have in the file. In bfloat16 only inputs and products are rounded.
+    """
+
+    name = "native"
+    rounds = False
+
+    def problem(self, device, dtype):
+        return _problem_on_cpus(device, dtype) or binding.native_problem()
+
+    def pack(self, matrix, dtype, device):
+        library, lanes = binding.library(), binding.TILE_ROWS
+        tile_bytes = library.tile_bytes(matrix.type, matrix.num_columns)
+        tiles = large_pages.zeros(-(-matrix.num_rows // lanes), tile_bytes)
+        for start, rows in matrix.chunks(BUFFER_WEIGHTS, lanes):
+            if not library.pack(matrix.type, rows, matrix.num_columns, tiles[start // lanes :]):
+                raise _not_finite(matrix)
+        return {"packed": tiles}
+
+    def multiply(self, inputs, layer):
+        _check_is_on_cpu(inputs, layer)
+        return _multiply(inputs, layer.packed, layer.block_type, layer.out_features, self.rounds)
+
+
+class RoundingBackend(NativeBackend):
+    """The same kernel with inputs rounded to 8 bits in blocks of 32, as llama.cpp does.
+
+    Products of bytes are exact and need far fewer instructions. Results are close to those without rounding
+    (docs/quantised-targets.md has the figures).
+    """
+
+    name = "native-int8"
+    rounds = True
+
+    @staticmethod
+    def is_faster(dtype: torch.dtype) -> bool:
+        """Whether this CPU verifies drafts faster this way, for a model that rounds to bfloat16 anyway."""
+        library = binding.library()
+        return dtype is torch.bfloat16 and library.bf16 < binding.AMX and library.multiplies_bytes
+
+
+class DequantizeBackend(Backend):
+    """Keeps the blocks of the file and dequantises some rows at a time at every call.
+
+    It is as small as the file, works on any device, and is the plain reference of the others. With few rows it is many
+    times slower than dense weights.
+    """
+
+    name = "dequantize"
+
+    # Matrix libraries sum in another order when there are few rows, so every product has this many rows.
+    _ROWS = 16
+
+    def problem(self, device, dtype):
+        return ""
+
+    def pack(self, matrix, dtype, device):
+        weight = torch.empty(matrix.num_rows, matrix.row_bytes, dtype=torch.uint8, device=device)
+        for start, rows in matrix.chunks(BUFFER_WEIGHTS):
+            _, scales, offsets = FORMATS[matrix.type].split(rows)
+            if not (scales if offsets is None else scales + offsets).isfinite().all():
+                raise _not_finite(matrix)
+            weight[start : start + len(rows)] = rows
+        return {"packed": weight}
+
+    def multiply(self, inputs, layer):
+        num_inputs, block_format = inputs.shape[0], FORMATS[layer.block_type]
+        tiles = functional.pad(inputs, (0, 0, 0, -num_inputs % self._ROWS)).split(self._ROWS)
+        step = max(BUFFER_WEIGHTS // inputs.shape[1], 1)
+        products = inputs.new_empty(num_inputs, layer.out_features)
+        for start in range(0, layer.out_features, step):
+            weights = block_format.dequantize(layer.packed[start : start + step]).to(inputs.dtype)
+            made = torch.cat([functional.linear(tile, weights) for tile in tiles])
+            products[:, start : start + step] = made[:num_inputs]
+        return products
+
+
+def _not_finite(matrix: Blocks) -> CheckpointError:
+    return CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some scales are not finite.")
+
+
+def _multiply(
+    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, rounds: bool
+) -> Float[Tensor, "M N"]:
+    """`Library.multiply`, which also works while torch.compile traces."""
+    if torch.compiler.is_compiling():
+        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, rounds)
+    return binding.library().multiply(inputs, tiles, block_type, out_features, rounds)
+
+
+@torch.library.custom_op("hf_speculate::multiply_packed", mutates_args=())
+def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int, rounds: bool) -> Tensor:
+    return binding.library().multiply(inputs, tiles, block_type, out_features, rounds)
+
+
+@_multiply_packed.register_fake
+def _(inputs, tiles, block_type, out_features, rounds):
+    return inputs.new_empty(inputs.shape[0], out_features)
+
+
+def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
+    """The part of `Backend.problem` that all CPU kernels share."""
+    if device.type != "cpu":
+        return f"it computes on the CPU, not on {device.type!r}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in bfloat16, float16 or float32, not {dtype}"
+    return ""
+
+
+def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:
+    if inputs.device.type != "cpu" or layer.packed.device.type != "cpu":
+        raise UnsupportedRequestError(
+            "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
+            f"load_gguf(..., device={str(inputs.device)!r})."
+        )
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (NativeBackend(), RoundingBackend(), DequantizeBackend())
+}
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend | None:
+    """The backend called `name`; for "auto" the fastest that works. None: weights are dequantised at load.
+
+    Raises:
+        UnsupportedRequestError: the name is unknown, or the backend cannot be used here.
+    """
+    if name == DENSE:
+        return None
+    if name == "auto":
+        return _fastest(device, dtype)
+    if name not in BACKENDS:
+        raise UnsupportedRequestError(
+            f"unknown GGUF backend {name!r}; possible: auto, {', '.join(BACKENDS)}, {DENSE} (nothing stays packed)."
+        )
+    if problem := BACKENDS[name].problem(device, dtype):
+        raise UnsupportedRequestError(f"GGUF backend {name!r} cannot be used here: {problem}.")
+    return BACKENDS[name]
+
+
+def _fastest(device: torch.device, dtype: torch.dtype) -> Backend | None:
+    """The fastest backend. It is None for a CPU without a compiler, as dequantising at every call is far slower."""
+    if _problem_on_cpus(device, dtype):
+        return BACKENDS[DequantizeBackend.name]
+    if binding.native_problem():
+        return None
+    return BACKENDS[RoundingBackend.name if RoundingBackend.is_faster(dtype) else NativeBackend.name]

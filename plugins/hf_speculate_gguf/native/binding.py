@@ -1,0 +1,339 @@
+"""Compiles `kernel/` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
+
+The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library's name has two hashes: one of
+source, flags and CPU, and one of the compiler. So machines can share a folder. Without a working compiler, a library
+from another compiler is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from rich.console import Console  # noqa: TID251  (for words of our own)
+from torch import Tensor
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.messages import get_logger
+from hf_speculate.verification import stand_in
+
+from .formats import FORMATS
+from .kernel_cache import KernelCache, load, temporary_folder
+
+
+logger = get_logger(__name__)
+
+SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
+
+# Number of rows that are packed together, and of columns that are multiplied at a time.
+TILE_ROWS, TILE_COLUMNS = 16, 32
+
+# Value of `Library.bf16` on CPUs with AMX.
+AMX = 2
+
+# The kernel's names for matrices that are not packed.
+DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
+
+
+class NativeError(SpeculateError):
+    """The library cannot be compiled or loaded; the message has the reason and the compiler's output."""
+
+
+class NoCompilerError(NativeError):
+    """There is no compiler, and $CXX names none."""
+
+
+class Library:
+    """The functions of `kernel.cpp`.
+
+    Args:
+        content: bytes of the shared library.
+
+    Attributes:
+        kinds: number of each block type and dense type in the kernel.
+        run_layers, find_runs, move, step, rank, grow, see, cut, draft, ask_for_large_pages, look_up, team_size,
+            set_threads: functions of the library; the modules of this package call them.
+        bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
+        multiplies_bytes: whether the CPU has instructions that multiply bytes.
+
+    Raises:
+        OSError, AttributeError: `content` is not a library for this machine, or another library.
+    """
+
+    def __init__(self, content: bytes):
+        functions = load(content)
+        integer, size, pointer, flag = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
+        for name, result, arguments in (
+            ("hfs_kind", integer, (ctypes.c_char_p,)),
+            ("hfs_has_threads", flag, ()),
+            ("hfs_team_size", integer, (integer,)),
+            ("hfs_set_threads", None, (integer, integer)),
+            ("hfs_bf16", integer, ()),
+            ("hfs_bytes", flag, ()),
+            ("hfs_tile_bytes", size, (integer, size)),
+            ("hfs_large_pages", None, (pointer, size)),
+            ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
+            ("hfs_look_up", flag, (integer, pointer, size, size, pointer, size, pointer)),
+            ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
+            ("hfs_runs", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
+            ("hfs_exponential", None, (pointer, pointer, size)),
+            ("hfs_argmax", size, (pointer, size, flag)),
+            ("hfs_most_probable", None, (pointer, size, size, size, flag, size, pointer, pointer, integer)),
+            ("hfs_layers", flag, (pointer,)),
+            ("hfs_move", None, (pointer, size, pointer, pointer, size)),
+            ("hfs_step", integer, (pointer,)),
+            ("hfs_rank", integer, (pointer,)),
+            ("hfs_grow", None, (pointer,) * 3),
+            ("hfs_see", size, (pointer, pointer, pointer, size, pointer, pointer)),
+            ("hfs_cut", flag, (pointer, size, pointer, pointer, pointer)),
+            ("hfs_draft", integer, (pointer,)),
+        ):
+            function = getattr(functions, name)
+            function.restype, function.argtypes = result, arguments
+        self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
+        self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
+        self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
+        self.see, self.cut, self.draft = functions.hfs_see, functions.hfs_cut, functions.hfs_draft
+        self.look_up = functions.hfs_look_up
+        self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
+        self._functions = functions
+        self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
+        self.bf16: int = functions.hfs_bf16()
+        self.multiplies_bytes: bool = functions.hfs_bytes()
+        self.has_threads: bool = functions.hfs_has_threads()
+
+    def tile_bytes(self, block_type: str, in_features: int) -> int:
+        """Number of bytes of a tile of 16 rows."""
+        return self._functions.hfs_tile_bytes(self.kinds[block_type], in_features)
+
+    def pack(
+        self, block_type: str, rows: UInt8[Tensor, "R bytes"], in_features: int, tiles: UInt8[Tensor, "T bytes"]
+    ) -> bool:
+        """Packs rows of blocks into tiles of zeros; returns False if a scale or an offset is not finite."""
+        rows = rows.contiguous()
+        kind, threads = self.kinds[block_type], torch.get_num_threads()
+        return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
+
+    def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
+        """`Kernel.draw_exponential` of `hf_speculate.verification`."""
+        self._functions.hfs_exponential(state.data_ptr(), values.data_ptr(), values.numel())
+
+    def argmax(self, row: Float[Tensor, " V"]) -> int:
+        """`Kernel.argmax` of `hf_speculate.verification`."""
+        return self._functions.hfs_argmax(row.data_ptr(), len(row), row.dtype is torch.bfloat16)
+
+    def most_probable(
+        self, scores: Float[Tensor, "R N V"], count: int
+    ) -> tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]:
+        """`Kernel.most_probable` of `hf_speculate.verification`."""
+        num_rows, num_nodes, width = scores.shape
+        probs = torch.empty(num_rows, num_nodes, count)
+        columns = torch.empty(num_rows, num_nodes, count, dtype=torch.long)
+        place = scores.data_ptr(), num_rows * num_nodes, scores.stride(1), width, scores.dtype is torch.bfloat16
+        results = probs.data_ptr(), columns.data_ptr()
+        self._functions.hfs_most_probable(*place, count, *results, torch.get_num_threads())
+        return probs, columns
+
+    def multiply(
+        self,
+        inputs: Float[Tensor, "M K"],
+        tiles: UInt8[Tensor, "T bytes"],
+        block_type: str,
+        out_features: int,
+        rounds: bool = False,
+    ) -> Float[Tensor, "M N"]:
+        """x @ w.T in the dtype of the inputs.
+
+        Sums are float32. So are the inputs where the CPU cannot multiply bfloat16.
+
+        Args:
+            rounds: whether inputs are rounded to 8 bits, in blocks of 32.
+        """
+        is_bf16 = inputs.dtype is torch.bfloat16
+        values = (inputs if is_bf16 else inputs.float()).contiguous()
+        products = torch.empty(len(inputs), out_features, dtype=values.dtype)
+        is_done = self._functions.hfs_multiply(
+            self.kinds[block_type],
+            tiles.data_ptr(),
+            inputs.shape[1],
+            out_features,
+            values.data_ptr(),
+            len(inputs),
+            products.data_ptr(),
+            is_bf16,
+            rounds,
+            torch.get_num_threads(),
+        )
+        if not is_done:
+            raise MemoryError(f"no memory to multiply {len(inputs)} rows of {inputs.shape[1]}")
+        return products.to(inputs.dtype)
+
+
+@functools.cache
+def native_problem() -> str:
+    """The reason why there is no library; "" if there is one. Compiles and warns at most once in a process."""
+    try:
+        library()
+    except NativeError as error:
+        logger.warning(f"GGUF weights cannot be multiplied packed: {error}. `load_gguf` dequantises them")
+        return str(error)
+    return ""
+
+
+@functools.cache
+def has_kernel() -> bool:
+    """Whether there is a library. Unlike `native_problem` this does not warn."""
+    try:
+        library()
+    except NativeError as error:
+        logger.info(f"no native kernel: {error}")
+        return False
+    return True
+
+
+@functools.cache
+def library() -> Library:
+    """The library, compiled or from the cache; raises `NativeError`."""
+    try:
+        _share_threads()
+        found = build()
+    except (OSError, ValueError) as error:  # no temporary folder, no source, odd text in the environment
+        raise NativeError(f"the kernel cannot be made: {error}") from error
+    if not found.has_threads and torch.get_num_threads() > 1:
+        raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
+    if not all(stand_in(found)):
+        logger.info("torch draws noise, chooses or ranks in another way here: the kernel leaves that to torch")
+    return found
+
+
+def build() -> Library:
+    """The library, compiled if the cache has no usable one; raises `NativeError`."""
+    cache, kind = KernelCache(), _kind()
+    try:
+        found, problems = _by_compiler(cache, kind), cache.problems
+    except NativeError as error:
+        found = _first_usable(cache, cache.names(kind))
+        if found is None:
+            raise NativeError("; ".join((str(error), *cache.problems))) from error
+        asked_in_vain = [] if isinstance(error, NoCompilerError) else [f"{error}; a kernel that was kept is used"]
+        problems = [*asked_in_vain, *cache.problems]
+    if problems:
+        logger.warning(f"the kernel for GGUF weights: {'; '.join(problems)}.")
+    return found
+
+
+def _by_compiler(cache: KernelCache, kind: str) -> Library:
+    """The library that this compiler has made before, or makes now."""
+    compiler = find_compiler()
+    name = f"{kind}{_digest(*compiler, _run([*compiler, '--version']).stdout)}.so"
+    found = _first_usable(cache, [name])
+    if found is None:
+        content = compile_source(compiler)
+        try:
+            found = Library(content)
+        except (OSError, AttributeError) as error:
+            raise NativeError(f"what {shlex.join(compiler)} made of {SOURCE.name} cannot be loaded: {error}") from error
+        cache.keep(name, content)
+    return found
+
+
+def _first_usable(cache: KernelCache, names: Sequence[str]) -> Library | None:
+    for name in names:
+        if content := cache.read(name):
+            try:
+                return Library(content)
+            except (OSError, AttributeError) as error:  # made by another machine that shares the folder
+                logger.info(f"{name} cannot be loaded here: {error}")
+    return None
+
+
+def compile_source(compiler: Sequence[str]) -> bytes:
+    """The shared library compiled from `kernel.cpp`; raises `NativeError`."""
+    command = [*compiler, *_FLAGS, _tune()]
+    logger.info(f"compiling {SOURCE}")
+    with temporary_folder() as folder:
+        written = Path(folder) / "native.so"
+        with Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"):
+            done = _run([*command, str(SOURCE), "-o", str(written)])
+        if done.returncode:
+            raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
+        content = written.read_bytes() if written.exists() else b""
+    if not content:
+        raise NativeError(f"{shlex.join(command)} reported success, but wrote nothing")
+    return content
+
+
+def find_compiler() -> list[str]:
+    """The command that compiles C++; raises `NativeError`."""
+    if chosen := os.environ.get("CXX", "").strip():
+        try:
+            command = shlex.split(chosen)
+        except ValueError as error:
+            raise NativeError(f"$CXX is not a command: {chosen!r} ({error})") from error
+        if shutil.which(command[0]) is None:
+            raise NativeError(f"there is no C++ compiler {command[0]!r} (from $CXX)")
+        return command
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise NoCompilerError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command with English output; bytes that are not UTF-8 are still shown."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=environment
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"{shlex.join(command)}: {error}") from error
+
+
+def _kind() -> str:
+    """The common prefix of the names of all libraries that work here, from any compiler."""
+    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    return f"native-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]
+
+
+def _tune() -> str:
+    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+
+
+def _processor() -> str:
+    """Facts about the processor that -march=native may depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
+
+
+def _share_threads() -> None:
+    """Makes torch's OpenMP library visible to the kernel. With torch from PyPI it already is."""
+    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
+        return
+    try:
+        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    except OSError:
+        return
+    for path in sorted(loaded, key=lambda path: "torch" not in path)[:1]:
+        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)

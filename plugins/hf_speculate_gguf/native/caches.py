@@ -1,0 +1,153 @@
+"""transformers' caches in the form that the kernel writes in place."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_speculate.cache import PreallocatedLayer, SlidingLayer
+
+from . import binding
+from .layers import CallStructure, Entries, NativeLayers
+
+
+def appendable_layers(cache: Cache, first: int, windows: Sequence[int | None]) -> list[PreallocatedLayer]:
+    """Cache layers whose entries can be written in place. Stock layers among them are replaced by such layers.
+
+    The list is empty if a layer is of another kind, or lengths differ.
+
+    Args:
+        first: index of the first layer in the cache.
+        windows: window of each layer (`LayerParts`). A cache layer may keep just its window, or all entries.
+    """
+    count = len(windows)
+    if type(cache).update is not Cache.update or cache.offloading:
+        return []
+    layers = cache.layers
+    while len(layers) < first + count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
+        layers.append(PreallocatedLayer())
+    present = layers[first : first + count]
+    if len(present) < count or not all(map(_keeps, present, windows)):
+        return []
+    found: list[PreallocatedLayer] = []
+    for index in range(first, first + count):
+        layer: Any = layers[index]
+        if ours := _OURS.get(type(layer)):
+            layer = layers[index] = ours.from_layer(layer)
+        found.append(layer)
+    length = found[0].get_seq_length()
+    return found if all(layer.get_seq_length() == length for layer in found) else []
+
+
+_OURS: dict[type, type[PreallocatedLayer]] = {
+    DynamicLayer: PreallocatedLayer,
+    DynamicSlidingWindowLayer: SlidingLayer,
+}
+
+
+def _keeps(layer: Any, window: int | None) -> bool:
+    """Whether a cache layer keeps the entries of a layer with this window."""
+    if type(layer) in (DynamicLayer, PreallocatedLayer):
+        return True
+    return type(layer) in (DynamicSlidingWindowLayer, SlidingLayer) and layer.sliding_window == window
+
+
+def make_room(layers: Sequence[PreallocatedLayer], inputs: Tensor, shape: tuple[int, int, int]) -> list[Entries] | None:
+    """The entries of each layer, with room for the rows of `inputs`.
+
+    The result is None if the kernel cannot read the layout of the entries. No entry is changed.
+
+    Args:
+        inputs: states of the new rows, [B, N, H].
+        shape: B, heads and head_dim of the layers.
+    """
+    for layer in layers:
+        if not layer.is_initialized or not layer.buffers:
+            like = inputs.new_empty(*shape[:2], 0, shape[2])
+            layer.lazy_initialization(like, like)
+        elif not all(_fits(states, shape, inputs.dtype) for states in layer.buffers):
+            return None
+    found = [layer.make_room(inputs.shape[1], shape) for layer in layers]
+    for keys, values in found:
+        strides = keys.stride()
+        if strides != values.stride() or strides[2:] != (shape[2], 1):
+            return None
+    return [Entries(*states, layer.origin) for states, layer in zip(found, layers, strict=True)]
+
+
+def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
+    found = states.shape[0], states.shape[1], states.shape[3]
+    return found == shape and states.dtype is dtype and states.is_cpu and not states.requires_grad
+
+
+@dataclass(frozen=True)
+class Room:
+    """Room for new entries of all layers of one cache.
+
+    Attributes:
+        native: native layers whose entries these are.
+        layers: layers of the cache.
+        buffers: entries of each layer, with room.
+        call: call structure of `native` with these buffers.
+    """
+
+    native: NativeLayers
+    layers: Sequence[PreallocatedLayer]
+    buffers: Sequence[Entries]
+    call: CallStructure
+
+    @classmethod
+    def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> Room | None:
+        """Room for `count` more entries of each text; None if the kernel cannot write this cache."""
+        layers = appendable_layers(cache, 0, native.windows)
+        like = torch.empty(batch_size, count, 0, dtype=native.dtype)
+        buffers = make_room(layers, like, (batch_size, *native.heads)) if layers else None
+        return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
+
+    def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int, are_alike: bool = False) -> bool:
+        """Whether this is still the room of `cache`, for `count` more entries.
+
+        Args:
+            are_alike: whether all layers of a type have changed in the same way since, so that it suffices to check
+                two of them.
+        """
+        if self.native is not native or cache.layers != self.layers or cache.offloading:
+            return False
+        kept = self._examples if are_alike else range(len(self.layers))
+        for layer, (keys, values, _) in ((self.layers[i], self.buffers[i]) for i in kept):
+            if not layer.buffers or layer.length != self.length or keys.shape[0] != batch_size:
+                return False
+            found = layer.make_room(count, (batch_size, *native.heads))
+            if found[0] is not keys or found[1] is not values:
+                return False
+        return True
+
+    @cached_property
+    def _examples(self) -> list[int]:
+        """The first and the last layer of each type."""
+        windows = self.native.windows
+        last = {window: index for index, window in enumerate(windows)}
+        return sorted({*last.values(), *map(windows.index, last)})
+
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Moves entries in all layers (`cache.Mover`)."""
+        count, batch_size = len(sources), len(self.buffers[0].keys)
+        places = ctypes.c_int64 * count
+        binding.library().move(ctypes.addressof(self.call), batch_size, places(*sources), places(*destinations), count)
+
+    @property
+    def length(self) -> int:
+        """Number of entries of each text."""
+        return self.layers[0].length
+
+    def count(self, length: int) -> None:
+        """Sets the number of entries of each text."""
+        for layer in self.layers:
+            layer.length = length

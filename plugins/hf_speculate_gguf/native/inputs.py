@@ -1,0 +1,122 @@
+"""Inputs of a decoder that the kernel knows, and what its queries see of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from hf_speculate.cache import CACHE_NAME, as_cache
+from hf_speculate.tree import TreeMask
+
+from .caches import Room
+from .fused import only_stock_is_asked
+from .layers import MOST_ROWS, Sight
+from .rows import is_intercepted, num_hidden, sight_of
+from .step import TextRows
+
+
+# Layers without a window, and with one, by the names of transformers; the functions that make their masks.
+LAYER_TYPES = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a decoder that the kernel knows."""
+
+    ids: Tensor
+    cache: Cache | None
+    mask: Tensor | TreeMask | dict[str, Any] | None
+    positions: Tensor | None
+    hidden_states: Any
+
+    @classmethod
+    def of(cls, named: dict[str, Any]) -> Inputs | None:
+        """The inputs; None if the arguments need anything else."""
+
+        def take(name: str) -> Any:
+            return named.pop(name, None)
+
+        uses_cache, returns_dict = take("use_cache"), take("return_dict")
+        texts = take("input_ids"), take(CACHE_NAME), take("attention_mask"), take("position_ids")
+        found = cls(*texts, take("output_hidden_states"))
+        is_plain = named.get("inputs_embeds") is None and only_stock_is_asked(named)
+        if not isinstance(found.cache, Cache | None):
+            return None
+        if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
+            return None  # positions may mean that several texts are in one row
+        return found if is_plain and returns_dict is not False and _served(found.ids) else None
+
+    def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
+        """The rows of the forward; None if the kernel does not take these positions or masks."""
+        (batch_size, count), past = self.ids.shape, room.length
+        positions = torch.arange(past, past + count)[None] if self.positions is None else self.positions
+        if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
+            return None
+        if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
+            return None
+        sights = self._sights(config, cache, room, positions, past)
+        if sights is None:
+            return None
+        positions = positions.expand(batch_size, -1).contiguous()
+        num_scored = count if num_scored is None else min(num_scored, count)
+        return TextRows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sights, num_scored)
+
+    def _sights(self, config: Any, cache: Cache, room: Room, positions: Tensor, past: int) -> Sequence[Sight] | None:
+        """The entries that queries see, for each type of layer; None if the kernel does not take the masks."""
+        size, given, windows = self.ids.shape, self.mask, room.native.windows
+        if isinstance(given, TreeMask):
+            fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
+            return [given.runs() for _ in LAYER_TYPES] if fits and not any(windows) else None
+        sights: list[Sight] = []
+        for is_windowed, layer_type in enumerate(LAYER_TYPES):
+            examples = [index for index, window in enumerate(windows) if (window is not None) == bool(is_windowed)]
+            if not examples:
+                sights.append(None)
+                continue
+            mask = self._mask(layer_type, config, cache, positions, past + size[1], is_alone=not any(windows))
+            hidden = num_hidden(room.layers[examples[0]])
+            # Without a mask every query sees what comes before it.
+            sees_before, sight = (True, None) if mask is None else sight_of(mask, size, past + size[1], hidden)
+            if not sees_before and sight is None:
+                return None
+            sights.append(sight)
+        return sights
+
+    def _mask(
+        self, layer_type: str, config: Any, cache: Cache, positions: Tensor, num_keys: int, is_alone: bool
+    ) -> Any:
+        """The mask in the form for layers of a type; of a kind that no layer takes if it is not known.
+
+        Args:
+            is_alone: whether all layers are of that type, and without a window.
+        """
+        mask = self.mask
+        if isinstance(mask, dict):
+            return mask.get(layer_type, mask)
+        if type(mask) is not Tensor or mask.dim() != 2:
+            return mask if mask is None or is_alone else {}
+        if mask.shape[1] == num_keys and bool(mask.all()):
+            return None
+        like = torch.empty(*self.ids.shape, 0, dtype=config.dtype)
+        return LAYER_TYPES[layer_type](
+            config=config, inputs_embeds=like, attention_mask=mask, position_ids=positions, **as_cache(cache)
+        )
+
+
+def _served(ids: Any) -> bool:
+    """Whether the kernel takes these token ids."""
+    return (
+        type(ids) is Tensor
+        and ids.dim() == 2
+        and ids.is_cpu
+        and ids.dtype is torch.long
+        and 0 < ids.shape[1] <= MOST_ROWS
+        and len(ids) > 0
+        and not is_intercepted()
+    )

@@ -1,0 +1,277 @@
+"""`bench generate` and `bench batch`: tokens per second next to stock `generate`; the package defines the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
+from hf_speculate.registry import SpeculatorSpec
+
+from ..commands import (
+    SHAPES,
+    BatchSizes,
+    Exact,
+    Grid,
+    Layers,
+    Limit,
+    NewTokens,
+    Rates,
+    Repeats,
+    Temperatures,
+    by_depth,
+    check_counts,
+    check_temperatures,
+    progress,
+    target_path,
+)
+from .engines import LLAMA_CPP, LlamaCppPython, engine_methods
+from .identity import compare_texts
+from .methods import (
+    DEFAULT_RATES,
+    Method,
+    compiled_method,
+    draft_model_of,
+    eager_method,
+    read_profile,
+    scripted_methods,
+    speculator_methods,
+    stock_speculative_methods,
+)
+from .replay import record_budgets
+from .runs import batches, fixed_length, measure_in_turn, num_steps, plain_texts, without_refused
+from .summary import headline, summarize
+from .workload import Workload, WorkloadSettings, describe_target, load_workload, shape_workload
+
+
+_COLUMNS = {
+    "batch": "{batch_size:d}",
+    "T": "{temperature:g}",
+    "method": "{method}",
+    "tokens/s": "{tokens_per_second[median]:.1f}",
+    "(range)": "{tokens_per_second[min]:.0f}-{tokens_per_second[max]:.0f}",
+    "x\neager": "{speedup[eager]:.2f}x",
+    "x stock\ncompiled": "{speedup[stock compiled]:.2f}x",
+    "x best\nstock": "{speedup[best_stock_speculative]:.2f}x",
+    "x llama.cpp": "{speedup[llama.cpp]:.2f}x",
+    "mean\nacceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
+    "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
+    "same\ntext": "{identical[share]:.0%}",
+}
+
+
+@dataclass(kw_only=True)
+class GenerateSettings(WorkloadSettings):
+    """Options of `bench generate`.
+
+    Every pair of batch size and temperature is measured (default: greedy and 1; a shape: greedy). Stock's speculative
+    modes run at batch 1, and not at a shape: a random target repeats itself. At most `max_proofs` divergences of a
+    speculator are proven.
+    """
+
+    QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
+
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"Measure random weights of this shape and a scripted drafter instead: {', '.join(SHAPES)}."),
+    ] = None
+    layers: Layers = None
+    acceptance: Rates = DEFAULT_RATES
+    nodes: Annotated[int, typer.Option(min=1, help="Number of tokens that the scripted drafter drafts in a round.")] = (
+        16
+    )
+    batch_sizes: BatchSizes = field(default_factory=lambda: [1])
+    temperatures: Temperatures = field(default_factory=list)
+    max_new_tokens: NewTokens = 128
+    repeats: Repeats = 3
+    compile_baseline: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile-baseline/--no-compile-baseline",
+            help="Also measure stock generate and its drafting with static cache and torch.compile "
+            "(default: on accelerators).",
+        ),
+    ] = None
+    prompt_lookup_num_tokens: Annotated[
+        int, typer.Option("--lookup-tokens", min=1, help="Number of tokens that stock prompt lookup drafts in a round.")
+    ] = 10
+    exact: Exact = False
+    llama_cpp: LlamaCppPython = None
+    stock_speculative: bool = True
+    max_proofs: int = 8
+
+    def __post_init__(self) -> None:
+        self.temperatures = self.temperatures or ([0.0, 1.0] if self.shape is None else [0.0])
+
+    def specs(self) -> list[SpeculatorSpec]:
+        return [spec.with_option("exact", True) if self.exact else spec for spec in super().specs()]
+
+    def check(self) -> None:
+        """Raises `SpeculateError` for values that cannot be measured."""
+        check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, batch_size=min(self.batch_sizes))
+        check_temperatures(*self.temperatures)
+        given = self.target or self.speculators or self.prompts or self.exact or any(self.temperatures)
+        if self.shape is not None and given:
+            raise SpeculateError(
+                "a shape with random weights takes no target, speculators, prompts or --exact, and is measured "
+                "greedily."
+            )
+
+
+def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
+    """Measure tokens per second of speculators and of stock generate.
+
+    Stock runs eager and compiled, with prompt lookup and with an assistant model.
+
+    Returns:
+        JSON-serialisable: `rows`, one for each method, batch size and temperature; `temperatures`, for each temperature
+        the fastest speculator (at the first batch size) with its `speedup` over `eager` and `best_stock_speculative`;
+        and `speedup`, that of the first temperature.
+    """
+    settings.check()
+    workload, ours = _subject(settings)
+    longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
+    with engine_methods({LLAMA_CPP: settings.llama_cpp}, target_path(workload.name), longest) as others:
+        rows = _rows(settings, workload, [*_methods(settings, ours, workload.model, longest), *others])
+    first_size = settings.batch_sizes[0]
+    headlines = {
+        f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
+        for t in settings.temperatures
+    }
+    return {
+        "bench": "generate",
+        **workload.describe(),
+        "max_new_tokens": settings.max_new_tokens,
+        "repeats": settings.repeats,
+        "rows": rows,
+        "temperatures": headlines,
+        "speedup": next(iter(headlines.values()))["speedup"],
+    }
+
+
+def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """Rows of all methods at every batch size and temperature."""
+    model = workload.model
+    requests = {size: batches(workload.prompts, size, model.device) for size in settings.batch_sizes}
+    cells = [(size, temperature) for size in settings.batch_sizes for temperature in settings.temperatures]
+    shared = fixed_length(settings.max_new_tokens)
+    active = {
+        size: without_refused(model, [method for method in methods if method.runs_at(size)], requests[size][0], shared)
+        for size in settings.batch_sizes
+    }
+    total = sum(
+        num_steps(len(active[size]), len(requests[size]), settings.repeats) + len(active[size]) for size, _ in cells
+    )
+    rows: list[dict[str, Any]] = []
+    with progress("generate", total=total) as advance:
+        for size, temperature in cells:
+            where = f"batch {size}, T={temperature:g}"
+
+            def step(what: str, where: str = where) -> None:
+                advance(f"{where}, {what}")
+
+            arguments = fixed_length(settings.max_new_tokens, temperature)
+            runs = measure_in_turn(model, active[size], requests[size], arguments, settings.repeats, step)
+            identical = {}
+            for method in active[size]:
+                found = compare_texts(model, method, runs, requests[size], arguments, settings.max_proofs)
+                identical[method.name] = found
+                step(f"{method.name} compared")
+            rows += summarize(size, temperature, runs, active[size], identical)
+    return rows
+
+
+def _subject(settings: GenerateSettings) -> tuple[Workload, list[Method]]:
+    """Target with prompts, and speculators: real ones or scripted ones."""
+    if settings.shape is None:
+        specs = settings.specs()  # what cannot be read is said before a model is loaded
+        workload = load_workload(settings)
+        return workload, speculator_methods(specs, workload.model)
+    profile = read_profile(settings.acceptance or DEFAULT_RATES, settings.nodes)
+    workload = shape_workload(settings.shape, settings.layers, settings.limit, settings.dtype, settings.device)
+    requests = batches(workload.prompts, 1, workload.model.device)
+    texts = plain_texts(workload.model, requests, fixed_length(settings.max_new_tokens))
+    return workload, scripted_methods(texts, profile, workload.vocab_size)
+
+
+def _methods(settings: GenerateSettings, ours: Sequence[Method], model: GenerativeModel, longest: int) -> list[Method]:
+    compiles = model.device.type != "cpu" if settings.compile_baseline is None else settings.compile_baseline
+    for method in ours:
+        record_budgets(method.arguments["speculator"])
+    baselines = [eager_method(), *([compiled_method()] if compiles else [])]
+    if settings.stock_speculative and settings.shape is None:
+        num_lookup = settings.prompt_lookup_num_tokens
+        baselines += stock_speculative_methods(
+            draft_model_of(ours), num_lookup, longest + num_lookup if compiles else None
+        )
+    return [*baselines, *ours]
+
+
+@dataclass(kw_only=True)
+class BatchSettings(WorkloadSettings):
+    """Options of `bench batch`."""
+
+    QUICK: ClassVar = {"limit": 2, "max_new_tokens": 32, "repeats": 1}
+
+    limit: Limit = 8
+    batch_sizes: BatchSizes = field(default_factory=lambda: [1, 2, 4, 8])
+    temperatures: Temperatures = field(default_factory=lambda: [0.0])
+    max_new_tokens: NewTokens = 64
+    repeats: Repeats = 3
+
+
+def bench_batch(settings: BatchSettings) -> dict[str, Any]:
+    """Measure throughput at several batch sizes, with speculators and without.
+
+    Every speculator runs twice: with the policy that stops drafting, and without.
+
+    Returns:
+        The result of `bench_generate`; every speculator runs twice, adaptive and with fixed drafts.
+    """
+    texts = [spec.text for spec in settings.specs()]
+    both = [f"{text}{',' if ':' in text else ':'}adaptive={how}" for text in texts for how in ("true", "false")]
+    given: dict[str, Any] = vars(settings) | {"speculators": both}
+    only = GenerateSettings(**given, compile_baseline=False, stock_speculative=False, max_proofs=0)
+    return bench_generate(only) | {"bench": "batch"}
+
+
+def tables(result: dict[str, Any]) -> list[Grid | str]:
+    """Tables of all methods and of speed-ups by category, if there are several; then details, a line each."""
+    groups, rows = ("batch_size", "temperature"), result["rows"]
+    title = f"{describe_target(result)}, median of {result['repeats']}"
+    parts: list[Grid | str] = [Grid.of(title, rows, _COLUMNS, groups=groups)]
+    if "categories" in rows[0]:
+        columns: dict[str, Any] = dict(list(_COLUMNS.items())[:3])
+        columns |= {name: lambda row, name=name: _category(row["categories"][name]) for name in rows[0]["categories"]}
+        ours = [row for row in rows if row["kind"] != "eager"]
+        parts.append(Grid.of("x eager by category (mean acceptance length)", ours, columns, groups=groups))
+    return [*parts, *_details(rows)]
+
+
+def _details(rows: list[dict[str, Any]]) -> list[str]:
+    """Acceptance by depth and divergences, a line each."""
+    lines = []
+    for row in (row for row in rows if row["kind"] == "speculator"):
+        where = f"{row['method']}, batch {row['batch_size']}, T={row['temperature']:g}"
+        lines.append(f"acceptance by depth  {where}: {by_depth(row['speculation']['acceptance_rate_by_depth'])}")
+        for found in row["identical"]["divergences"]:
+            lines.append(f"divergence  {where}: prompt {found['prompt']}, new token {found['step']}{_verdict(found)}")
+    return ["\n".join(lines)]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if "is_tie" not in found:
+        return ""
+    if found["is_tie"]:
+        error = f"{found['logit_error']:.3g} of {found['max_logit']:.3g}"
+        return f": a tie, margin {found['margin']:.3g}, logit error {error}"
+    return f": {'NOT A TIE: ' if found['is_tie'] is False else ''}{found['why']}"
+
+
+def _category(figures: dict[str, Any]) -> str:
+    length = figures.get("mean_acceptance_length")
+    return f"{figures['speedup']['eager']:.2f}x" + (f" ({length:.2f})" if length else "")

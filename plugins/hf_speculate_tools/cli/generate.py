@@ -1,0 +1,211 @@
+"""`hf-speculate generate`: a text, printed while it is written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+from torch import Tensor
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate.streaming import rounds
+
+from ..commands import (
+    Device,
+    Exact,
+    GgufBackend,
+    JsonOnly,
+    Raw,
+    TargetDtype,
+    Threads,
+    Typist,
+    chat_ids,
+    console,
+    readable,
+    say,
+    say_json,
+    side_by_side,
+)
+from .session import (
+    PLAIN,
+    ChatTarget,
+    MaxTokens,
+    OneSpec,
+    Seed,
+    Session,
+    ShowDrafts,
+    Stats,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    print_piece,
+    sampling,
+    set_seed,
+)
+
+
+GENERATE_EXAMPLES = """
+\b
+Examples:
+  hf-speculate generate "Why is the sky blue?"
+  hf-speculate generate "Write a haiku." -t ./model -s ./eagle3-head --temperature 0.8 --seed 1 --stats
+  hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
+  hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
+  hf-speculate generate "Write a haiku." --compare --show-drafts
+"""
+
+_WARM_UP_TOKENS = 8
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to answer; - reads it from stdin (default: stdin).")
+    ] = None,
+    target: ChatTarget = None,
+    speculator: OneSpec = None,
+    max_new_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    system: System = None,
+    raw: Raw = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plain generation too, and compare speed and text.")
+    ] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")
+    ] = False,
+    show_drafts: ShowDrafts = False,
+    stats: Stats = False,
+    dtype: TargetDtype = "auto",
+    device: Device = None,
+    gguf_backend: GgufBackend = "auto",
+    threads: Threads = None,
+    exact: Exact = False,
+    json_only: JsonOnly = False,
+) -> None:
+    """Generate text with a speculator, printed while it is written."""
+    if (compare or draw or stats) and speculator == PLAIN:
+        raise SpeculateError(f"--compare, --draw and --stats need a speculator: --speculator {PLAIN} turns it off.")
+    text, system = _prompt(prompt), None if system is None else readable(system, "--system")
+    request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
+    session = Session.load(
+        target,
+        speculator,
+        request,
+        dtype=dtype,
+        device=device,
+        gguf_backend=gguf_backend,
+        threads=threads,
+        exact=exact,
+        shows_drafts=show_drafts,
+    )
+    ids = _ids(text, system, raw, session.tokenizer)
+    restart = _seeding(seed)
+    if draw:
+        _draw(session, ids)
+    else:
+        found = _compared(session, ids, restart, json_only) if compare else _single(session, ids, json_only)
+        if json_only:
+            say_json(found)
+    if stats and session.speculator is not None:
+        say(session.speculator.stats.summary(), err=True)
+
+
+def _prompt(given: str | None) -> str:
+    if given is not None and given != "-":
+        return readable(given, "the prompt")
+    if sys.stdin.isatty():
+        raise SpeculateError("no prompt: pass it as an argument, or on stdin.")
+    text = readable(sys.stdin.read(), "stdin")
+    if not text.strip():
+        raise SpeculateError("the prompt from stdin is empty.")
+    return text
+
+
+def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
+    """Token ids, int64 [1, S], through the chat template if there is one and `raw` is not set."""
+    if raw or not tokenizer.chat_template:
+        if system is not None:
+            raise SpeculateError("--system needs a chat template: the target's tokenizer has none, or --raw was given.")
+        if not (ids := tokenizer(text).input_ids):
+            raise SpeculateError("the prompt is empty: it has no tokens.")
+        return torch.tensor([ids])
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return chat_ids([*messages, {"role": "user", "content": text}], tokenizer)[None]
+
+
+def _seeding(seed: int | None) -> Callable[[], Any]:
+    """A function that sets the seed, now and before every run of a comparison."""
+    state = torch.get_rng_state()
+    restart = (lambda: set_seed(seed)) if seed is not None else lambda: torch.set_rng_state(state)
+    restart()
+    return restart
+
+
+def _single(session: Session, ids: Tensor, quiet: bool) -> dict[str, Any]:
+    typist = session.typist(_silent if quiet else print_piece)
+    session.run(ids, typist, session.speculator)
+    if not quiet:
+        print_piece("\n")
+        say(session.speed_line(typist), err=True)
+    return _figures(typist) | _speculation(session)
+
+
+def _compared(session: Session, ids: Tensor, restart: Callable[[], Any], quiet: bool) -> dict[str, Any]:
+    """Figures of plain generation and of the speculator, from the same seed, both warmed up."""
+    choices = {"plain": None, "speculative": session.speculator}
+    for choice in choices.values():
+        session.run(ids, session.typist(_silent), choice, max_new_tokens=_WARM_UP_TOKENS)
+    if session.speculator is not None:
+        session.speculator.stats.reset()
+
+    def started(choice):
+        def run(streamer) -> None:
+            restart()
+            session.run(ids, streamer, choice)
+
+        return run
+
+    style = "white" if session.shows_drafts else "green"
+    runs = [(title, style if choice else "white", started(choice)) for title, choice in choices.items()]
+    shown = console()
+    shown.quiet = quiet
+    plain, ours = side_by_side(shown, session.tokenizer, runs)
+    speedup = (len(ours.tokens) / ours.seconds) / (len(plain.tokens) / plain.seconds)
+    is_equal = plain.tokens == ours.tokens
+    if not quiet:
+        equal = "the same text" if is_equal else "another text (16 bit: near ties may fall otherwise; float32 is exact)"
+        hint = "" if speedup >= 1.0 else ". `hf-speculate doctor` measures whether drafts pay for this model here"
+        say(f"{speedup:.2f}x, {equal}; {session.speed_line(ours)}{hint}", err=True)
+    compared = {"plain": _figures(plain), "speedup": speedup, "same_text": is_equal}
+    return _figures(ours) | _speculation(session) | compared
+
+
+def _draw(session: Session, ids: Tensor) -> None:
+    for round in rounds(session.model, ids.to(session.model.device), speculator=session.speculator, **session.request):
+        if round.num_nodes:
+            console().print(Text(round.draw(session.tokenizer) + "\n"))
+
+
+def _figures(typist: Typist) -> dict[str, Any]:
+    return {
+        "text": typist.text,
+        "new_tokens": len(typist.tokens),
+        "seconds": typist.seconds,
+        "tokens_per_second": len(typist.tokens) / typist.seconds if typist.seconds else None,
+    }
+
+
+def _speculation(session: Session) -> dict[str, Any]:
+    return {"speculation": None if session.speculator is None else session.speculator.stats.to_dict()}
+
+
+def _silent(*_piece: Any) -> None:
+    pass

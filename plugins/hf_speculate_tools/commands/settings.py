@@ -1,0 +1,105 @@
+"""Commands made of a settings class, whose fields are the options: each is declared, documented and set once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import typer
+
+from hf_speculate.errors import SpeculateError
+
+from .options import JsonOnly, Markdown, Out, Plot, Quick, Threads
+from .reporting import prepare, report
+from .tables import Grid
+
+
+# Logits that are divided by less than this may overflow.
+COLDEST = 1e-6
+
+_SHOWN = {"threads": Threads, "quick": Quick, "json_only": JsonOnly, "markdown": Markdown, "plot": Plot, "out": Out}
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    settings: type[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    tables: Callable[[dict[str, Any]], Sequence[Grid | str]],
+    examples: str = "",
+    draw: Callable[[dict[str, Any], Path], Sequence[Path]] | None = None,
+) -> None:
+    """Adds a command that measures and reports.
+
+    Args:
+        app: application that gets the command.
+        name: name of the command.
+        settings: a dataclass; fields whose annotation holds a `typer.Option` or `typer.Argument` are options. If it has
+            `QUICK` (name of a field -> value), `--quick` sets these where the user gave no value.
+        measure: function from the settings to a JSON-serialisable result; its docstring begins with the command's help.
+        tables: function from the result to its tables.
+        examples: end of the help text.
+        draw: function from the result and a folder to the pictures written there, for `--plot`.
+    """
+    quick_values: dict[str, Any] = getattr(settings, "QUICK", {})
+    hidden = {"quick"} if not quick_values else set()
+    hidden |= {"plot"} if draw is None else set()
+    shown = {key: hint for key, hint in _SHOWN.items() if key not in hidden}
+
+    def command(_context: typer.Context, **given: Any) -> None:
+        how = {key: given.pop(key, None) for key in _SHOWN}
+        prepare(how["threads"])
+        if how["quick"]:
+            given |= {key: value for key, value in quick_values.items() if not _was_given(_context, key)}
+        result = measure(settings(**given))
+        parts = list(tables(result))
+        try:
+            if draw is not None and how["plot"] is not None:
+                parts += [f"wrote {path}" for path in draw(result, how["plot"])]
+        finally:  # a picture that fails must not cost minutes of measuring
+            report(result, parts, json_only=how["json_only"], markdown=how["markdown"], out=how["out"])
+
+    hints = get_type_hints(settings, include_extras=True)
+    options = [_parameter(field.name, hints[field.name], _default(field)) for field in _option_fields(settings, hints)]
+    options += [_parameter(key, hint, False if get_args(hint)[0] is bool else None) for key, hint in shown.items()]
+    parameters = [_parameter("_context", typer.Context, inspect.Parameter.empty), *options]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    about = (inspect.getdoc(measure) or "").partition("\n\n")[0]
+    app.command(name, help=about, epilog=examples)(command)
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raises `SpeculateError` for a count below 1; None is an absent one."""
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
+
+
+def check_temperatures(*temperatures: float | None) -> None:
+    """Raises `SpeculateError` for a temperature that makes no probabilities; None is an absent one."""
+    for value in temperatures:
+        if value is not None and value != 0 and not COLDEST <= value < math.inf:
+            raise SpeculateError(f"temperature {value}: possible are 0 (greedy) and numbers from {COLDEST} up.")
+
+
+def _option_fields(settings: type[Any], hints: dict[str, Any]) -> list[Field]:
+    kinds = (typer.models.OptionInfo, typer.models.ArgumentInfo)
+    return [field for field in fields(settings) if any(isinstance(a, kinds) for a in get_args(hints[field.name]))]
+
+
+def _default(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
