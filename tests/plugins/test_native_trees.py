@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
@@ -318,6 +320,24 @@ class TestOneCall:
             NativeSteps(bench.loaded, bench.reading, bench.forward).tree(
                 bench.root, bench.state(deepening=broken), SIZE
             )
+
+    def test_a_signal_that_comes_as_the_callback_begins(self, capsys):
+        """The handler's exception is raised before the callback's first line. A tracer raises there."""
+        bench, hook = Bench(make_head()), sys.unraisablehook
+
+        def alarm(frame, event, arg):
+            if frame.f_code.co_name == "ask":
+                raise TimeoutError("alarm")
+
+        tracer = sys.gettrace()
+        sys.settrace(alarm)
+        try:
+            with pytest.raises(TimeoutError, match="alarm"):
+                NativeSteps(bench.loaded, bench.reading, bench.forward).tree(bench.root, bench.state(), SIZE)
+        finally:
+            sys.settrace(tracer)
+        assert sys.unraisablehook is hook
+        assert not capsys.readouterr().err
 
 
 def assert_same_bits(tree, expected) -> None:

@@ -7,8 +7,12 @@ level by level.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -154,7 +158,8 @@ class NativeDraft:
                 return False
 
         draft.goes_on = _Ask(ask)
-        done = binding.library().draft(ctypes.addressof(draft))
+        with _interrupts(errors):
+            done = binding.library().draft(ctypes.addressof(draft))
         draft.goes_on = _Ask()  # break the reference cycle with `ask`, which would need the garbage collector
         if errors:
             raise errors[0]
@@ -163,3 +168,28 @@ class NativeDraft:
                 f"Out of memory: {growth.tokens.numel()} rows after {self.rows.num_before} cached tokens."
             )
         return bool(done)
+
+
+@contextmanager
+def _interrupts(errors: list[BaseException]) -> Iterator[None]:
+    """Adds to `errors` what a signal handler (Ctrl-C, an alarm) raises as a callback begins.
+
+    Before the callback's first line no `try` of its own sees it, and ctypes would only print it. Python runs handlers
+    in the main thread alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = sys.unraisablehook
+
+    def keep(found: Any) -> None:
+        if found.exc_value is not None and "ctypes callback function" in (found.err_msg or ""):
+            errors.append(found.exc_value)
+        else:
+            before(found)
+
+    sys.unraisablehook = keep
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
