@@ -44,8 +44,13 @@ def load_drafter(name: str) -> type[Drafter]:
 def unknown_drafter_message(name: str) -> str:
     """The message for a name without a drafter: the nearest one, and the trained heads nearby."""
     message = unknown_name_message(name, installed_drafters(), "drafter")
+    if not name:
+        return f"{message} An empty name: write NAME or NAME+NAME."
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
-    near = [head for head in heads if name in head] or heads
+    near = [head for head in heads if name in head]
+    if "Did you mean" in message and not near:
+        return message
+    near = near or heads
     return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
 
 

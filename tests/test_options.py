@@ -50,10 +50,10 @@ def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("prompt_lookup:max_ngram=zero", "the option max_ngram is 'zero'; possible: int."),
-        ("suffix:depth=x", "the option depth is 'x'; possible: int."),
-        ("suffix:exact=yes", "the option exact is 'yes'; possible: bool."),
-        ("suffix:adaptive=no", "the option adaptive is 'no'; possible: bool or None."),
+        ("prompt_lookup:max_ngram=zero", "the option max_ngram is 'zero'; it takes a whole number."),
+        ("suffix:depth=x", "the option depth is 'x'; it takes a whole number."),
+        ("suffix:exact=yes", "the option exact is 'yes'; it takes true or false."),
+        ("suffix:adaptive=no", "the option adaptive is 'no'; it takes true or false or none."),
     ],
 )
 def test_words_in_the_place_of_numbers(tiny_model, prompt, text, said):

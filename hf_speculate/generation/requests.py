@@ -21,6 +21,12 @@ from ..verification import see_rows_alone
 
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_ASKED_BY = {
+    "assisted_generation": "assistant_model=, prompt_lookup_num_tokens= or assistant_early_exit=",
+    "contrastive_search": "penalty_alpha=",
+    **dict.fromkeys(("beam_search", "beam_sample", "constrained_beam_search", "group_beam_search"), "num_beams="),
+}
+"""Arguments that choose another mode."""
 
 
 def check_model(model: GenerativeModel) -> None:
@@ -52,9 +58,9 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 
 def check_request(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
     if mode not in _MODES:
+        asked = _ASKED_BY.get(mode.value, "the arguments that ask for it")
         raise UnsupportedRequestError(
-            f"a speculator drafts for greedy decoding and sampling alone. This request uses {mode.value!r}: leave "
-            "out num_beams=, assistant_model=, prompt_lookup_num_tokens= and penalty_alpha=."
+            f"speculator= works with greedy decoding and sampling, not with {mode.value}: leave out {asked}."
         )
     if config.use_cache is False:
         raise UnsupportedRequestError("speculator= needs the KV cache, but use_cache=False.")

@@ -92,7 +92,7 @@ def drafter_class_for(folder: str):
 def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
     """The message for a name that is not a folder and could not be downloaded from the Hub."""
     if "/" not in name:
-        return f"{unknown_drafter_message(name)} Nor is it a folder; a head is a folder or a Hub id 'owner/name'."
+        return f"{unknown_drafter_message(name)} There is no folder of that name either."
     parent, last = os.path.split(name)
     near = difflib.get_close_matches(last, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
     hint = f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""

@@ -145,12 +145,16 @@ def read_options(
     return options_class(**given)
 
 
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "None": "none"}
+
+
 def _check_numbers(options_class: type[Any], given: Mapping[str, Any]) -> None:
     """Raises `OptionError` for text in the place of a number or a boolean: texts with options may hold any."""
     for each in fields(options_class):
         value, kinds = given.get(each.name), str(each.type).split(" | ")
         if isinstance(value, str) and {"bool", "int", "float", "None"}.issuperset(kinds):
-            raise OptionError(f"the option {each.name} is {value!r}; possible: {' or '.join(kinds)}.")
+            wanted = " or ".join(_KINDS[kind] for kind in kinds)
+            raise OptionError(f"the option {each.name} is {value!r}; it takes {wanted}.")
 
 
 def _unknown_option(name: str, owner: str, own: Iterable[str]) -> str:

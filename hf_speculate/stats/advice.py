@@ -113,7 +113,7 @@ def _cause(counts: Counters, advice: Advice) -> str:
     if first >= record.low_first:
         return (
             "The head drafts as well as it should, but a token of this target is so cheap here that drafts gain "
-            "little. `hf-speculate doctor` measures what pays."
+            "little, or other work runs on this machine. `hf-speculate doctor` measures what pays."
         )
     if 2 * counts.sampled_calls > counts.calls and first >= _LEAST_SAMPLED * (record.accuracy or _USUAL_FIRST):
         return "Sampled text accepts less than greedy text; a lower temperature accepts more."

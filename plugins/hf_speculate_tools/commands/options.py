@@ -42,7 +42,7 @@ Limit = Annotated[
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 TargetDtype = Annotated[
-    str, typer.Option(help="Dtype of the model: auto (the checkpoint's), float32, bfloat16 or float16.")
+    str, typer.Option(help="Dtype of the model: auto (the checkpoint's), float32, bfloat16, float16 or float64.")
 ]
 Exact = Annotated[
     bool,
@@ -50,7 +50,9 @@ Exact = Annotated[
         "--exact", help="In 16 bit too, guarantee the text of plain generation, or fail with the reason. Slower."
     ),
 ]
-GgufBackend = Annotated[str, typer.Option(help="Backend of a GGUF file: auto, native, native-int8 or dense.")]
+GgufBackend = Annotated[
+    str, typer.Option(help="Backend of a GGUF file: auto, native, native-int8, dequantize or dense.")
+]
 Device = Annotated[str | None, typer.Option(help="Device of the model (default: the accelerator, else the CPU).")]
 Layers = Annotated[
     int | None,

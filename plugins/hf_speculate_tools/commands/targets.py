@@ -66,6 +66,8 @@ def load_target(
         if neutral:
             neutralize(packed)
         return packed, tokenizer
+    if gguf_backend != "auto":
+        raise SpeculateError(f"--gguf-backend is for GGUF files; {name_or_path} is not one.")
     _check_place(name_or_path)
     for name in file_names(name_or_path):
         if name.endswith((".json", ".safetensors", ".bin")):

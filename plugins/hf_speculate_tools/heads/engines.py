@@ -24,7 +24,6 @@ _SERVED: Mapping[EngineName, Mapping[str, tuple[str, str]]] = {
         "eagle3": ("speculators", "eagle3"),
         "eagle": ("safeailab", "eagle"),
         "dflash": ("speculators", "dflash"),
-        "medusa": ("vllm", "medusa"),
     },
     "sglang": {"eagle3": ("specforge", "EAGLE3"), "eagle": ("safeailab", "EAGLE")},
     "llama.cpp": {
@@ -69,9 +68,9 @@ def served(engine: EngineName, method: str) -> tuple[str, str]:
     """Layout and the engine's name of a method; raises `SpeculateError` if the engine serves no such heads."""
     if method not in _SERVED[engine]:
         others = [TITLES[name] for name, served_there in _SERVED.items() if method in served_there]
-        elsewhere = f"{' and '.join(others)} does" if others else "no engine known here does"
+        elsewhere = f"export for {' and '.join(others)} does" if others else "export for no engine does"
         methods = ", ".join(_SERVED[engine])
-        raise SpeculateError(f"{TITLES[engine]} serves heads of {methods}, not of {method}; {elsewhere}.")
+        raise SpeculateError(f"export for {TITLES[engine]} takes heads of {methods}, not of {method}; {elsewhere}.")
     return _SERVED[engine][method]
 
 

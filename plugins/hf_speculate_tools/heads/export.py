@@ -23,7 +23,6 @@ from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import AutoSpeculator, Speculator
 from hf_speculate_plugins.block import BlockDrafter
 from hf_speculate_plugins.checkpoints import GGUF_FILE, LoadedTarget
-from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
 from hf_speculate_tools.commands import (
     Device,
     JsonOnly,
@@ -103,13 +102,9 @@ def export_head(
     is_file = engine == "llama.cpp" and os.fspath(destination).endswith(".gguf")
     path = _absent_file(destination) if is_file else check_destination(destination)
     target_name = target_path(target_name)
-    options = {} if drafter.name == "medusa" else asdict(drafts)  # Medusa drafts static trees
-    speculator = AutoSpeculator.from_pretrained(folder, target=target, adaptive=False, **options)
+    speculator = AutoSpeculator.from_pretrained(folder, target=target, adaptive=False, **asdict(drafts))
     _refuse_added_tokens(engine, speculator.drafter, target.config.get_text_config(decoder=True).vocab_size)
-    if isinstance(speculator.drafter, MedusaDrafter):
-        speculator.drafter.tree = StaticTree.chain(min(drafts.depth, speculator.drafter.heads.num_heads))
-    else:
-        speculator.drafter.check_layout(layout)
+    speculator.drafter.check_layout(layout)
     length = _measured_length(target, speculator, prompts, max_new_tokens)
     is_local = os.path.exists(target_name)
     files = target_name if is_local else LoadedTarget(unwrap(target), target_name)
@@ -169,10 +164,10 @@ def _served_target(engine: EngineName, name: str) -> str:
 
 def _refuse_added_tokens(engine: EngineName, drafter: Any, vocab_size: int) -> None:
     """Raises `TargetMismatchError` for a target with tokens that the head does not know."""
-    heads = drafter.heads if isinstance(drafter, MedusaDrafter) else drafter.spec
-    if getattr(heads, "token_ids", None) is None and heads.vocab_size not in (None, vocab_size):
+    known = drafter.spec.vocab_size
+    if known != vocab_size:
         raise TargetMismatchError(
-            f"the head knows {heads.vocab_size} tokens and the target has {vocab_size}: {TITLES[engine]} may read "
+            f"the head knows {known} tokens and the target has {vocab_size}: {TITLES[engine]} may read "
             "rows that the head does not have. Use the head here, or train one for this target."
         )
 
@@ -204,9 +199,7 @@ def _measured_length(
 
 
 def export(
-    head: Annotated[
-        str, typer.Argument(help="Folder, Hub id or GGUF file of an EAGLE, Medusa, DFlash or DSpark head.")
-    ],
+    head: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of an EAGLE, DFlash or DSpark head.")],
     destination: Annotated[
         Path, typer.Argument(help="Folder to write; it must be absent or empty. For llama.cpp also a file, OUT.gguf.")
     ],
@@ -224,13 +217,17 @@ def export(
         int | None,
         typer.Option(
             min=1,
-            help="Draft this many tokens deep: vLLM's num_speculative_tokens, SGLang's num-steps (default: 5), "
-            "llama.cpp's n-max (default: 3).",
+            help="Draft this many tokens deep: vLLM's num_speculative_tokens, SGLang's num-steps, llama.cpp's n-max "
+            "(default: what the head states, else 5; for llama.cpp 3).",
         ),
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="SGLang's eagle-topk; 1 is a chain (default: 4).")] = None,
     num_draft_tokens: Annotated[
-        int | None, typer.Option(min=2, help="SGLang's num-draft-tokens: nodes of a tree, root included (default: 8).")
+        int | None,
+        typer.Option(
+            min=2,
+            help="SGLang's num-draft-tokens: nodes of a tree, root included (default: 8; with --top-k 1, depth + 1).",
+        ),
     ] = None,
     max_new_tokens: NewTokens = 128,
     outtype: Annotated[

@@ -35,7 +35,7 @@ from .card import (
     write_custom_generate,
 )
 from .public import public_provenance, public_recipe, publishable
-from .uploads import make_repository, upload_head
+from .uploads import check_name, make_repository, upload_head
 
 
 logger = get_logger(__name__)
@@ -272,6 +272,8 @@ def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool
     Returns:
         False if the folder has a card that a person wrote, which was kept.
     """
+    if repo_id is not None:
+        check_name(repo_id)
     folder = user_path(folder)
     facts = card_facts(folder)
     names = {name: facts[name] for name in ("base_model", "algorithm", "layout")}

@@ -19,6 +19,14 @@ from .card import CARD_FILE, is_generated
 _LATER = "Possible: train without it and run `hf-speculate push FOLDER` later."
 
 
+def check_name(repo_id: str) -> None:
+    """Raises `UploadError` for a name that no repository can have."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UploadError(f"{repo_id!r} cannot be the name of a repository: {error}") from error
+
+
 def check_upload(repo_id: str, *, token: str | bool | None = None) -> str:
     """The full id, "owner/name", of a repository that could be uploaded to; makes nothing.
 
@@ -26,10 +34,7 @@ def check_upload(repo_id: str, *, token: str | bool | None = None) -> str:
         UploadError: the name is impossible, the user is not logged in, the owner is not yours, the token may only read,
             or the Hub cannot be reached.
     """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UploadError(f"{repo_id!r} cannot be the name of a repository: {error}") from error
+    check_name(repo_id)
     user = _user(repo_id, token)
     owner = repo_id.rpartition("/")[0] or user["name"]
     organisations = {entry["name"]: entry for entry in user.get("orgs") or []}

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator, SpeculateError, load_gguf
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate_gguf import read_header
-from hf_speculate_plugins.medusa import StaticTree
 from hf_speculate_tools import cli
 from hf_speculate_tools.heads.engines import EngineDrafts, engine_warnings, refuse_quantized
 from hf_speculate_tools.heads.export import SCRIPT, export_head
@@ -62,7 +61,6 @@ def exported(head, folder, engine, target, prompts, **options):
             EngineDrafts(4, 2, 11),
         ),
         ("pycoder-eagle3", "sglang", "specforge", {"depth": 3, "top_k": 1}, EngineDrafts(3, 1, 3)),
-        ("pycoder-medusa", "vllm", "vllm", {"depth": 3}, EngineDrafts(3)),
     ],
 )
 def test_heads(target, prompts, tmp_path, head, engine, layout, options, drafting):
@@ -74,11 +72,7 @@ def test_heads(target, prompts, tmp_path, head, engine, layout, options, draftin
     if drafting.top_k == 1:
         rates = sum(found["acceptance_rate_by_depth"].values())
         assert found["mean_acceptance_length"] == pytest.approx(1 + rates, abs=0.2)  # the last rounds are cut short
-    name = "medusa" if "medusa" in head else "eagle"
-    options = {} if name == "medusa" else asdict(drafting)
-    again = AutoSpeculator.from_pretrained(tmp_path / "out", target=target, adaptive=False, **options)
-    if name == "medusa":
-        again.drafter.tree = StaticTree.chain(drafting.depth)
+    again = AutoSpeculator.from_pretrained(tmp_path / "out", target=target, adaptive=False, **asdict(drafting))
     for prompt in prompts:
         target.generate(prompt[None], max_new_tokens=24, do_sample=False, speculator=again)
     assert again.stats.mean_acceptance_length == pytest.approx(found["mean_acceptance_length"])
@@ -125,13 +119,18 @@ def test_the_script_hands_the_engine_the_head_beside_it(target, prompts, tmp_pat
 @pytest.mark.parametrize(
     ("head", "engine", "options", "said"),
     [
-        ("pycoder-medusa", "sglang", {}, "SGLang serves heads of eagle3, eagle, not of medusa; vLLM does"),
-        ("pycoder-dspark", "vllm", {}, "not of dspark; llama.cpp does"),
+        (
+            "pycoder-medusa",
+            "sglang",
+            {},
+            "SGLang takes heads of eagle3, eagle, not of medusa; export for no engine does",
+        ),
+        ("pycoder-dspark", "vllm", {}, "not of dspark; export for llama.cpp does"),
         ("pycoder-eagle3", "vllm", {"top_k": 4}, "vLLM drafts chains"),
         ("pycoder-eagle3", "sglang", {"depth": 9}, r"cannot be 9 deep: at least 10"),
         ("pycoder-eagle3", "llama.cpp", {"top_k": 4}, "llama.cpp drafts chains"),
         ("pycoder-eagle3", "llama.cpp", {}, r"hands no states of 'qwen2' models to heads.*llama, mistral, qwen3"),
-        ("pycoder-medusa", "llama.cpp", {}, "llama.cpp serves heads of eagle3, dflash, dspark, not of medusa"),
+        ("pycoder-medusa", "vllm", {}, "export for vLLM takes heads of eagle3, eagle, dflash, not of medusa"),
         ("pycoder-eagle3", "vllm", {"out_type": "q8_0"}, "'speculators' keeps the head's"),
     ],
 )
