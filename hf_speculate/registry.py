@@ -48,9 +48,8 @@ def unknown_drafter_message(name: str) -> str:
         return f"{message} An empty name: write NAME or NAME+NAME."
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
     near = [head for head in heads if name in head]
-    if "Did you mean" in message and not near:
-        return message
-    near = near or heads
+    if not near and "Did you mean" not in message:
+        near = heads
     return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
 
 
