@@ -28,8 +28,6 @@ from .support.tiers import is_rest
 
 # Tests are about trees: what is drafted must not depend on the clock. Those about the policy ask for it.
 os.environ["HF_SPECULATE_ADAPTIVE"] = "0"
-# Nor are they to write into the user's cache.
-os.environ["HF_SPECULATE_KEEP_COSTS"] = "0"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -247,7 +247,6 @@ def _policy(
         samples=request.do_sample,
         calibration=speculator.drafter.calibration,
         looks_ahead=looks_ahead,
-        drafter=speculator.drafter.name,
         widths=scorer.forward.widths,
     )
     ahead = Ahead(drafting, sampler.noise, stats) if looks_ahead else None

@@ -20,4 +20,3 @@ from .deepening import PathProbabilities as PathProbabilities
 from .deepening import WhilePaying as WhilePaying
 from .fixed import Fixed as Fixed
 from .fixed import Replay as Replay
-from .kept import device_name as device_name

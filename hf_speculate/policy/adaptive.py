@@ -25,7 +25,6 @@ from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
 from .deepening import WhilePaying
-from .kept import KeptCosts
 
 
 # Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards.
@@ -320,7 +319,7 @@ class Adaptive(DraftPolicy):
     is_adaptive = True
 
     def __init__(self) -> None:
-        self._costs: WeakKeyDictionary[GenerativeModel, dict[Hashable, KeptCosts]] = WeakKeyDictionary()
+        self._costs: WeakKeyDictionary[GenerativeModel, dict[Hashable, RoundCosts]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[GenerativeModel, dict[tuple[str, bool], Known]] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -338,14 +337,12 @@ class Adaptive(DraftPolicy):
 
         size, ahead = request.batch_size, request.looks_ahead
         if (key := (request.adapters, size, ahead, tuple(request.widths))) not in costs:
-            costs[key] = KeptCosts(request)
-        of_size = costs[key]
+            costs[key] = RoundCosts(widths=request.widths)
 
         def keep(learnt: Known) -> None:
             known[kind] = learnt
-            of_size.keep()
 
-        return AdaptiveSession(of_size, known[kind].copy(), size, keep)
+        return AdaptiveSession(costs[key], known[kind].copy(), size, keep)
 
     def __repr__(self) -> str:
         return "Adaptive()"

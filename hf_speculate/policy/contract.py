@@ -59,7 +59,6 @@ class PolicyRequest:
         calibration: calibration of the drafter's values that was saved with it.
         looks_ahead: whether the next round is drafted while the target verifies this one. Verifying may then take
             longer.
-        drafter: name of the drafter; with "" costs are not written to disk.
         widths: numbers of nodes, root included, to which forwards of the target are padded, ascending; empty if they
             are not.
     """
@@ -70,7 +69,6 @@ class PolicyRequest:
     samples: bool = False
     calibration: CalibrationTable = field(default_factory=CalibrationTable)
     looks_ahead: bool = False
-    drafter: str = ""
     widths: Sequence[int] = ()
 
 

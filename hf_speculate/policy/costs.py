@@ -112,11 +112,6 @@ class _Table:
         """Mean sizes of the observed classes, ascending."""
         return self._known[0]
 
-    @property
-    def believed(self) -> list[int]:
-        """Sizes with enough observations."""
-        return [round(each.size) for each in self._observed.values() if each.is_established]
-
     def record(self, size: int, seconds: float, is_warm_up: bool) -> float:
         """Learns one observation; see `_Observed.with_another`."""
         ratio = seconds / max(self.curve(size), 1e-9)
@@ -215,11 +210,6 @@ class Timings:
         recent = sorted(self._recent)
         quarter = len(recent) // 4
         return len(recent) > 2 and recent[-1 - quarter] > _RESTLESS * recent[quarter]
-
-    def observations(self) -> list[tuple[int, int, float]]:
-        """(context, size, seconds) of all reliable estimates."""
-        contexts = ((1 << octave + 8 if octave else 0, table) for octave, table in self._tables.items())
-        return [(context, size, self.at(size, context)) for context, table in contexts for size in table.believed]
 
     def at(self, size: float, context: int = 0) -> float:
         """Estimated seconds; relative ones before the first observation."""

@@ -193,7 +193,6 @@ def _environment(folder: Path, device: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_SPECULATE_KEEP_COSTS": "0",
     }
     return {**os.environ, **fixed, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
 

@@ -48,7 +48,7 @@ def project():
 
 
 # All that `import hf_speculate` may load in addition to what `generate` is made of. None takes 5 ms.
-LIGHT = {"hf_speculate", "html", "jaxtyping", "numpy", "psutil"}
+LIGHT = {"hf_speculate", "html", "jaxtyping", "numpy"}
 LIGHT_PARTS = {"transformers.generation.streamers", "transformers.integrations.sdpa_attention"}
 
 

@@ -7,13 +7,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.policy import device_name
 from hf_speculate.registry import installed_drafters
 from hf_speculate.scoring import backends_in_use
 
@@ -34,7 +34,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "versions": {name: found for name, found in versions.items() if found or name in _PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": device_name(torch.device("cpu")),
+        "cpu": _processor_name(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -76,7 +76,19 @@ def _version(package: str) -> str | None:
 
 def _device_name(device: torch.device | None) -> str:
     device = device or find_device(None)
-    return device.type if device.type == "cpu" else device_name(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def find_device(name: str | None) -> torch.device:
