@@ -55,7 +55,7 @@ class LiteralConsole(Console):
 
 def console() -> Console:
     """Console for tables on stdout; wide where that is a file or a pipe, so that no figure is cut off."""
-    return LiteralConsole(width=None if sys.stdout.isatty() else 160)
+    return LiteralConsole(width=None if sys.stdout.isatty() else 400)
 
 
 def say(text: Any, *, err: bool = False) -> None:
