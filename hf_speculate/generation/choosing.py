@@ -66,30 +66,20 @@ class Choosing:
     delivery: Delivery | None = None
     is_text_broken: bool = False
 
-    def verify_prompt(self, logits: Tensor, tree: DraftTree, rows: Rows, verdict: Verdict) -> None:
-        """Emits the first token of every row."""
-        self._walk(logits, tree, rows, verdict)
-
-    def verify(
-        self, output: Any, tree: DraftTree, rows: Rows, verdict: Verdict, *, may_be_tainted: bool = False
-    ) -> None:
-        """Walks the tree and emits what the sampler chooses; see `verification.verify`.
-
-        Args:
-            output: output of the forward over the tree. It may have chosen all tokens already (`tree_forward`).
-        """
-        table = getattr(output, "table", None)
-        self._walk(output.logits, tree, rows, verdict, may_be_tainted, table)
-
-    def _walk(
+    def walk(
         self,
         logits: Tensor,
         tree: DraftTree,
         rows: Rows,
         verdict: Verdict,
-        may_be_tainted: bool = False,
         table: Any = None,
+        may_be_tainted: bool = False,
     ) -> None:
+        """Walks the tree and emits what the sampler chooses; see `verification.verify`.
+
+        Args:
+            table: tokens that the forward over the tree has chosen already (`tree_forward`); None for none.
+        """
         verify(
             logits,
             tree,

@@ -13,11 +13,12 @@ from typing import Any
 from ..cache import TreeCache
 from ..policy import Budget
 from ..stats import SpeculationStats
-from ..tree import DraftTree, Round, RoundClock
+from ..tree import DraftTree, Round
 from ..verification import TaintedScores, Verdict, are_tainted
 from .choosing import Choosing
 from .drafts import Drafts
 from .listeners import Listener
+from .meter import Meter
 from .rows import Rows
 from .target import Target
 
@@ -57,7 +58,7 @@ class Decoding:
         choosing: sampler and streamer.
         stats: counters of this call.
         listeners: functions that are called after every round.
-        clock: measures the rounds.
+        meter: time of the request's phases.
     """
 
     rows: Rows
@@ -65,8 +66,8 @@ class Decoding:
     drafts: Drafts
     choosing: Choosing
     stats: SpeculationStats
+    meter: Meter
     listeners: Sequence[Listener] = ()
-    clock: RoundClock = field(default_factory=RoundClock)
 
     _broken_off: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
 
@@ -83,60 +84,49 @@ class Decoding:
         driver, sequences = self.drafts.driver, self.rows.sequences
         if self.rows.lockstep_reason:
             self.stats.fallbacks[f"rows in lock-step: {self.rows.lockstep_reason}"] += 1
-        self.clock.start()
-        with self.stats.timed("prefill_seconds"):
+        self.meter.begin_round()
+        verdict, text = Verdict.empty(sequences.batch_size), sequences.prompt
+        with self.meter.prefilling():
             driver.start()
             with driver.listening():
-                output = self.target.run_prompt()
+                output = self.target.prompt.run(self.target.scorer, self.target.forward_kwargs)
             self.choosing.sampler.records.add_prompt(output)
             self.rows.prompt_lengths = self.cache.lengths
-            text = sequences.prompt
             roots = text[:, -1] if text.shape[1] else text.new_zeros(text.shape[0])
             tree = DraftTree.root_only(roots.cpu())
-            verdict = Verdict.empty(sequences.batch_size)
-            self.choosing.verify_prompt(output.logits[:, -1:], tree, self.rows, verdict)
-        self._leave_to_streamer("prefill_seconds")
+            self.choosing.walk(output.logits[:, -1:], tree, self.rows, verdict)
         round = self._round(tree, verdict, self.cache.lengths, self.cache.append_index, is_prefill=True)
         self.stats.add(round)
-        with self.stats.timed("drafter_prefill_seconds"):
+        with self.meter.reading():
             driver.observe_prompt(self.target.prompt.known_tokens(sequences), output.hidden_states)
         return round
 
     def choose(self) -> Budget:
         """The budget of the round."""
         self.target.begin_round(self.rows)
-        self.clock.start()
-        with self.stats.timed("drafter_seconds"):
+        self.meter.begin_round()
+        with self.meter.drafting():
             self.choosing.sampler.release_noise(self.rows.sequences)
             return self.drafts.choose(self.rows, self.cache)
 
     def draft(self, budget: Budget) -> DraftTree:
         """A tree for every row that the target will run."""
         if not budget.is_nothing and self.drafts.driver.has_unread_prompt:
-            self._read_prompt()
-        with self.stats.timed("drafter_seconds"):
+            with self.meter.reading():
+                self.drafts.driver.read_prompt()
+        with self.meter.drafting():
             tree = self.drafts.tree(budget, self.rows, self.target, self.choosing.sampler)
-            tree = self.rows.with_padding(tree).select(self.cache.rows)
-        self.clock.drafted()
-        return tree
-
-    def _read_prompt(self) -> None:
-        """Lets the drafter read the prompt, at the first draft. The time belongs to no round."""
-        before = self.stats.drafter_prefill_seconds
-        with self.stats.timed("drafter_prefill_seconds"):
-            self.drafts.driver.read_prompt()
-        self.clock.leave_out(self.stats.drafter_prefill_seconds - before)
+            return self.rows.with_padding(tree).select(self.cache.rows)
 
     def look_ahead(self, tree: DraftTree, budget: Budget) -> None:
         """Lets the drafter begin the next round's draft, if drafting ahead is on."""
         if self.drafts.ahead is not None and not budget.is_nothing:
-            with self.stats.timed("drafter_seconds"):
+            with self.meter.drafting():
                 self.drafts.begin_ahead(tree, budget, self.rows, self.target, self.choosing.sampler)
-            self.clock.drafted()
 
     def score(self, tree: DraftTree) -> Any:
         """The output of the target's forward over a tree."""
-        with self.stats.timed("target_seconds"):
+        with self.meter.scoring():
             return self._score(tree)
 
     def _score(self, tree: DraftTree) -> Any:
@@ -153,22 +143,19 @@ class Decoding:
 
         The returned tree is only the root if the scores of its nodes could not be trusted.
         """
-        with self.stats.timed("target_seconds"):
+        with self.meter.verifying():
             verdict = Verdict.empty(self.rows.sequences.batch_size)
             self._broken_off = tree, verdict, output
-            may_be_tainted = self.target.may_be_tainted(tree)
+            may_be_tainted, table = self.target.may_be_tainted(tree), getattr(output, "table", None)
             try:
-                self.choosing.verify(output, tree, self.rows, verdict, may_be_tainted=may_be_tainted)
+                self.choosing.walk(output.logits, tree, self.rows, verdict, table, may_be_tainted)
             except TaintedScores:
                 tree = tree.first(0)
                 self._score_again(tree, output)
                 self._broken_off = tree, verdict, output
-                self.choosing.verify(output, tree, self.rows, verdict)
-        self._leave_to_streamer("target_seconds")
-        if self.drafts.ahead is not None:
-            with self.stats.timed("drafter_seconds"):
-                waited = self.drafts.ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished)
-                self.clock.put_off(waited)
+                self.choosing.walk(output.logits, tree, self.rows, verdict)
+        if (ahead := self.drafts.ahead) is not None:
+            self.meter.settle_ahead(lambda: ahead.settle(verdict.tokens[0], is_over=not self.is_unfinished))
         return tree, verdict
 
     def _score_again(self, roots: DraftTree, output: Any) -> None:
@@ -196,7 +183,7 @@ class Decoding:
         """Passes the round to all listeners."""
         for listener in self.listeners:
             listener(round, output)
-        self.clock.told()
+        self.meter.published()
 
     def close(self) -> None:
         """Leaves cache, session and RNG consistent with what was delivered. It works after any interruption."""
@@ -234,14 +221,8 @@ class Decoding:
             lengths=lengths,
             context=context,
             depth=self.drafts.depth,
-            seconds=self.clock.stop(),
+            seconds=self.meter.end_round(),
             is_prefill=is_prefill,
             is_warm_up=self.target.has_compiled,
             is_ahead=self.drafts.was_made_ahead,
         )
-
-    def _leave_to_streamer(self, counter: str) -> None:
-        """Subtracts the streamer's time from ours."""
-        if seconds := self.choosing.take_seconds():
-            self.stats.take_out(seconds, counter)
-            self.clock.leave_out(seconds)

@@ -55,6 +55,7 @@ from .choosing import Choosing, Delivery
 from .drafts import DepthLimits, Drafts
 from .listeners import listeners
 from .loop import Decoding
+from .meter import Meter
 from .recomputing import recomputing
 from .requests import total_length
 from .rows import Rows, lockstep_reason
@@ -163,6 +164,8 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows, stats))
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, scorer, sampler, stats)
+    delivery = None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise)
+    choosing = Choosing(sampler=sampler, delivery=delivery)
     return Decoding(
         rows=rows,
         target=Target(
@@ -179,12 +182,9 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
             compiler=compiler,
         ),
         drafts=Drafts(driver=drafting, policy=policy, limits=DepthLimits(model, stopping, sequences), ahead=ahead),
-        choosing=Choosing(
-            sampler=sampler,
-            delivery=None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise),
-        ),
+        choosing=choosing,
         stats=stats,
-        clock=RoundClock(_events(scorer.device)),
+        meter=Meter(stats, RoundClock(_events(scorer.device)), choosing.take_seconds),
         listeners=listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 

@@ -106,10 +106,6 @@ class Target:
         """Whether anything was compiled since the round began."""
         return self._count_compiled() != self._num_compiled
 
-    def run_prompt(self) -> Any:
-        """The output of the prompt's forward."""
-        return self.prompt.run(self.scorer, self.forward_kwargs)
-
     def score(self, tree: DraftTree, sequences: Sequences) -> Any:
         """The output of a forward over a tree."""
         return self.scorer(tree, self.root_positions(sequences), forward_kwargs=self.forward_kwargs)
