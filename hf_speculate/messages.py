@@ -139,9 +139,10 @@ def find_secret(value: Any, place: str = "") -> str | None:
     return None
 
 
-def has_token(text: str) -> bool:
-    """Whether some part of a text looks like a token."""
-    return _LOOKS.search(text) is not None
+def has_secret(text: str) -> bool:
+    """Whether some part of a text is a token, or a password in a URL."""
+    urls = (match["rest"] for match in _URL.finditer(text))
+    return bool(_LOOKS.search(text) or _AUTHORIZATION.search(text)) or any(_without_user(url) != url for url in urls)
 
 
 def masked(value: Any, name: str = "") -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import (
     _ROOTS,
     PrefixHandler,
@@ -20,7 +18,7 @@ from hf_speculate.messages import (
     masked,
     masked_arguments,
 )
-from hf_speculate_tools.hub import clean_folder, publishable
+from hf_speculate_tools.hub import publishable
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.
@@ -177,35 +175,6 @@ def test_masking_ends(piece):
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-class TestFolder:
-    def test_configs_and_cards(self, tmp_path):
-        (tmp_path / "adapter").mkdir()
-        config = {"verifier": {"name_or_path": "/home/alice/target"}, "hub_token": HUB, "hidden_size": 8}
-        for name in ("config.json", "adapter/adapter_config.json"):
-            (tmp_path / name).write_text(json.dumps(config))
-        (tmp_path / "adapter" / "README.md").write_text("---\nbase_model: /home/alice/target\n---\n")
-        (tmp_path / "README.md").write_text("Mine: /home/alice/target")
-        (tmp_path / "tokenizer.json").write_text('"/usr/bin/env"')
-        clean_folder(tmp_path)
-        cleaned = {"verifier": {"name_or_path": "target"}, "hub_token": "***", "hidden_size": 8}
-        for name in ("config.json", "adapter/adapter_config.json"):
-            assert json.loads((tmp_path / name).read_text()) == cleaned
-        assert (tmp_path / "adapter" / "README.md").read_text() == "---\nbase_model: target\n---\n"
-        assert (tmp_path / "README.md").read_text() == "Mine: /home/alice/target", "a person's words"
-        assert (tmp_path / "tokenizer.json").read_text() == '"/usr/bin/env"'
-
-    def test_what_is_clean_keeps_its_bytes(self, tmp_path):
-        text = '{"hidden_size":8,   "revision": "' + COMMIT + '"}'
-        (tmp_path / "config.json").write_text(text)
-        clean_folder(tmp_path)
-        assert (tmp_path / "config.json").read_text() == text
-
-    def test_what_cannot_be_read_is_not_uploaded(self, tmp_path):
-        (tmp_path / "config.json").write_text("{")
-        with pytest.raises(SpeculateError, match=r"cannot read .*config\.json"):
-            clean_folder(tmp_path)
 
 
 @pytest.fixture
