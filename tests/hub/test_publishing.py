@@ -40,7 +40,7 @@ PRIVATE_NAMES = (
     *("tokenizer_config.json", "checkpoint-4/optimizer.pt", "runs/events", "target-adapter/.env", "target-adapter/x"),
     *("custom_generate/generate.py", "custom_generate/.env", ".cache/x"),
 )
-URL = f"https://me:{PASSWORD}@host/x?X-Amz-Signature={PASSWORD}"
+URL = f"https://me:{PASSWORD}@host/x"
 SECRETS = (("x", TOKEN), ("data", URL), (TOKEN, 1))
 SECTIONS = ("notes", "recipe.training", "recipe.output", "recipe.data", "target", "identity", "metrics", "data.train")
 WORDS = f"{PRIVATE} {PRIVATE}"
@@ -114,8 +114,8 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
                 place[choose.choice(["hub_token", "mine"])] = choose.choice(
                     [f"{PRIVATE} {PRIVATE}", TOKEN, {"token": PASSWORD}]
                 )
-                place["command"] = ["train", "--hub-token", PASSWORD, "--data", URL]
-            content["command"] = ["/home/alice/x", "--api-key", PASSWORD, f"training.hub_token={PASSWORD}", URL]
+                place["command"] = ["train", TOKEN, "--data", URL]
+            content["command"] = ["/home/alice/x", f"training.run_name={TOKEN}", URL]
 
         edit_json(folder / "provenance.json", change)
 
