@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 from pathlib import Path
@@ -10,50 +9,26 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import (
     _ROOTS,
     PrefixHandler,
     find_secret,
     install_handler,
-    is_secret_name,
     masked,
-    masked_arguments,
 )
-from hf_speculate_tools.hub import clean_folder, publishable
+from hf_speculate_tools.hub import public_recipe, publishable
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.
 HUB = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz12345678"
-OPENAI = "sk-" + "proj-a1B2c3D4e5F6g7H8i9J0k1L2"
-WANDB = "0123456789abcdef" * 2 + "01234567"
-COMMIT = WANDB[::-1]
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
-@pytest.mark.parametrize(
-    "secret",
-    [
-        HUB,
-        "hf_" + "a" * 34,
-        "hf_" + "THISISASECRETTOKEN123456",
-        OPENAI,
-        "sk-" + "ant-api03-a1B2c3D4e5F6g7H8",
-        "api_org_" + "a" * 34,
-        "ghp_" + "a1" * 18,
-        "github_pat_" + "a1" * 20,
-        "wandb_v1_" + "a1" * 20,
-        "AKIA" + "A1B2C3D4E5F6G7H8",
-        "AIza" + "a1B2" * 9,
-        "eyJ" + "hbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dBjftJeZ4CVP",
-        WANDB,
-    ],
-)
+@pytest.mark.parametrize("secret", [HUB, "hf_" + "a" * 34, "hf_oauth_" + "a1" * 17])
 @pytest.mark.parametrize("text", ["{}", "the token {} is mine", "a={}", "'{}'", "https://host/x?q={}", "[1, {}]"])
 def test_tokens_are_known_by_their_look(secret, text):
-    found = masked({"notes": [text.format(secret)]})["notes"][0]
-    assert secret not in found
-    assert found == ("https://host/x?***" if "?" in text else text.format("***"))
-    assert (find_secret({"a": {"b": [text.format(secret)]}}) == "a.b.0") == (secret != WANDB)
+    assert masked(text.format(secret)) == text.format("***")
+    assert find_secret({"a": {"b": [text.format(secret)]}}) == "a.b.0"
 
 
 @pytest.mark.parametrize(
@@ -61,35 +36,27 @@ def test_tokens_are_known_by_their_look(secret, text):
     [
         ("https://me:pass@host/x", "https://***@host/x"),
         ("https://abcdef@huggingface.co/x", "https://***@huggingface.co/x"),
-        ("training.hub_token=abc", "training.hub_token=***"),
-        ("{api_key: abc, x: 1}", "{api_key: ***, x: 1}"),
-        ('{"token": "abc def"}', '{"token": "***"}'),
-        ("WANDB_API_KEY=abc python train.py", "WANDB_API_KEY=*** python train.py"),
-        ("password: abc", "password: ***"),
-        ("https://host/data?token=abc&x=1", "https://host/data?***"),
-        ("see https://host/data?X-Amz-Signature=abc.", "see https://host/data?***"),
-        ("https://me:a/b?c#d@host:80/x", "https://***@host:80/x"),
-        ("https://me:a'b@host/x", "https://***'b@host/x"),
         ("Basic bWU6cGFzc3dvcmQ=", "Basic ***"),
-        ("my password is: abc", "my password is: ***"),
         ("Authorization: Bearer abcdefgh", "Authorization: Bearer ***"),
+        ('{"authorization": "abcdefgh"}', '{"authorization": "***"}'),
         ("curl -H 'Bearer abcdefgh1'", "curl -H 'Bearer ***'"),
-        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
     ],
 )
-def test_tokens_are_known_by_what_stands_beside_them(text, shown):
+def test_headers_and_users_are_masked(text, shown):
     assert masked(text) == shown
     assert masked(shown) == shown
 
 
 @pytest.mark.parametrize("name", ["hub_token", "token", "push_to_hub_token", "wandb_api_key", "hfToken", "db.password"])
 def test_names_of_secrets(name):
-    assert is_secret_name(name)
-    assert masked({"deep": {name: "abc"}}) == {"deep": {name: "***"}}
     assert find_secret({"deep": {name: "abc"}}) == f"deep.{name}"
+    assert publish_training({name: "abc", "seed": 1}) == {"seed": 1}
     for nothing in (None, "", True, 0.5):
-        assert masked({name: nothing}) == {name: nothing}
         assert find_secret({name: nothing}) is None
+
+
+def publish_training(settings):
+    return public_recipe({"training": settings})["training"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +64,7 @@ def test_names_of_secrets(name):
     [
         {"pad_token": "[PAD]", "image_token": "<image>", "mask_token": "<|mask|>", "tokenizer": "x", "key": "a"},
         {"max_new_tokens": 8, "loss_per_token": 1.5, "num_new_tokens": 3, "seconds_per_token": 1, "monkey": "x"},
-        {"revision": COMMIT, "_commit_hash": COMMIT, "sha256": WANDB, "fingerprint": "ab" * 32},
+        {"revision": COMMIT, "fingerprint": "ab" * 32},
         f"target.revision={COMMIT}",
         f"https://huggingface.co/owner/name/tree/{COMMIT}",
         "hf_speculate_training.run, sk-learn-is-a-very-long-name, task-specific-adapter-for-2-models",
@@ -146,19 +113,11 @@ def test_paths_of_this_machine_are_cut(path, shown):
     assert publishable(shown) == shown
 
 
-def test_command_lines():
-    given = ["train.py", "--hub-token", "abc", "--token=abc", "--password", "a b", "--dry-run", "--config", "x"]
-    shown = ["train.py", "--hub-token", "***", "--token=***", "--password", "***", "--dry-run", "--config", "x"]
-    assert masked_arguments(given) == shown
-    assert masked_arguments(["--set", "a.password=two words", HUB]) == ["--set", "a.password=***", "***"]
-
-
 # What a pattern that looks ahead could begin with again and again.
 REPEATED = (
     *("a", "a ", "://", "a://", "a://b", "http://a", "http://a:!", "http://a@", "x@", "/a", "~a", "~/", "C:\\"),
-    *("](", "[](", "token=", "token is ", "password is: ", '"token": "', "a_token", "_key", "=:", "x.y", "token='"),
-    *("hf_", "sk-", "eyJ", "eyJ-", "eyJ.", "glpat-", "xoxb-", "-----BEGIN A", "-----BEGIN PRIVATE KEY-----", "AKIA"),
-    *("Bearer ", "basic a", "authorization: basic ", "0123456789abcdef", "models--", "/models--a/snapshots"),
+    *("](", "[](", "=:", "x.y", "hf_", "hf_oauth_", "authorization:", "authorization: ", "authorization: basic "),
+    *("Bearer ", "basic a", "models--", "/models--a/snapshots"),
 )
 
 
@@ -177,35 +136,6 @@ def test_masking_ends(piece):
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-class TestFolder:
-    def test_configs_and_cards(self, tmp_path):
-        (tmp_path / "adapter").mkdir()
-        config = {"verifier": {"name_or_path": "/home/alice/target"}, "hub_token": HUB, "hidden_size": 8}
-        for name in ("config.json", "adapter/adapter_config.json"):
-            (tmp_path / name).write_text(json.dumps(config))
-        (tmp_path / "adapter" / "README.md").write_text("---\nbase_model: /home/alice/target\n---\n")
-        (tmp_path / "README.md").write_text("Mine: /home/alice/target")
-        (tmp_path / "tokenizer.json").write_text('"/usr/bin/env"')
-        clean_folder(tmp_path)
-        cleaned = {"verifier": {"name_or_path": "target"}, "hub_token": "***", "hidden_size": 8}
-        for name in ("config.json", "adapter/adapter_config.json"):
-            assert json.loads((tmp_path / name).read_text()) == cleaned
-        assert (tmp_path / "adapter" / "README.md").read_text() == "---\nbase_model: target\n---\n"
-        assert (tmp_path / "README.md").read_text() == "Mine: /home/alice/target", "a person's words"
-        assert (tmp_path / "tokenizer.json").read_text() == '"/usr/bin/env"'
-
-    def test_what_is_clean_keeps_its_bytes(self, tmp_path):
-        text = '{"hidden_size":8,   "revision": "' + COMMIT + '"}'
-        (tmp_path / "config.json").write_text(text)
-        clean_folder(tmp_path)
-        assert (tmp_path / "config.json").read_text() == text
-
-    def test_what_cannot_be_read_is_not_uploaded(self, tmp_path):
-        (tmp_path / "config.json").write_text("{")
-        with pytest.raises(SpeculateError, match=r"cannot read .*config\.json"):
-            clean_folder(tmp_path)
 
 
 @pytest.fixture

@@ -191,17 +191,15 @@ class Speculator:
             CheckpointError: see `save_pretrained`; or the repository has weights under other names, which readers could
                 load instead. Nothing was uploaded.
         """
-        from hf_speculate_tools.hub import clean_folder, make_repository, upload_head, write_card, write_custom_generate
+        from hf_speculate_tools.hub import check_public, make_repository, upload_head, write_card, write_custom_generate
 
         with tempfile.TemporaryDirectory() as folder:
-            saved = self.drafter.save_pretrained(
-                folder, layout
-            )  # what cannot be saved fails before a repository is made
+            saved = self.drafter.save_pretrained(folder, layout)
+            check_public(folder, saved)  # what cannot be saved or uploaded fails before a repository is made
             repo_id = make_repository(repo_id, private=private, token=token)
             if custom_generate:
                 write_custom_generate(folder)
             write_card(folder, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on, repo_id=repo_id)
-            clean_folder(folder)
             return upload_head(
                 folder,
                 repo_id,

@@ -167,7 +167,7 @@ def test_a_command_whose_packages_are_not_installed(monkeypatch):
 
 def test_messages_have_no_secrets():
     token = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz12345678"
-    for text in (f"bad key Bearer {token}", f"https://me:{token[4:]}@host/x refuses", f"x?sig={token[4:]}"):
+    for text in (f"bad key Bearer {token}", f"https://me:{token[4:]}@host/x refuses"):
         assert token[4:] not in str(SpeculateError(text))
         assert token[4:] not in message(text)
     result = CliRunner().invoke(cli.app, ["drafters", "x", token])

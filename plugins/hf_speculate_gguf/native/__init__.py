@@ -1,6 +1,6 @@
 """The native kernel for CPUs: C++ in `kernel/`, compiled at first use, and the Python modules that use it.
 
-binding        compiles, loads and calls the kernel; kernel_cache keeps and checks compiled libraries
+binding        compiles, loads and calls the kernel; kernel_cache keeps compiled libraries
 formats        block formats of packed weights: integers, with a scale and an offset for each group
 backends       matrix products with packed weights, by the kernel or by torch
 modules        packed linear layers, fused projections and embeddings

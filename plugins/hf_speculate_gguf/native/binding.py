@@ -15,6 +15,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from hf_speculate.messages import get_logger
 from hf_speculate.verification import stand_in
 
 from .formats import FORMATS
-from .kernel_cache import KernelCache, load, temporary_folder
+from .kernel_cache import KernelCache
 
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ class Library:
     """The functions of `kernel.cpp`.
 
     Args:
-        content: bytes of the shared library.
+        path: path of the shared library.
 
     Attributes:
         kinds: number of each block type and dense type in the kernel.
@@ -70,11 +71,11 @@ class Library:
         multiplies_bytes: whether the CPU has instructions that multiply bytes.
 
     Raises:
-        OSError, AttributeError: `content` is not a library for this machine, or another library.
+        OSError, AttributeError: the file is not a library for this machine, or another library.
     """
 
-    def __init__(self, content: bytes):
-        functions = load(content)
+    def __init__(self, path: Path):
+        functions = ctypes.CDLL(str(path))
         integer, size, pointer, flag = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
         for name, result, arguments in (
             ("hfs_kind", integer, (ctypes.c_char_p,)),
@@ -223,14 +224,13 @@ def build() -> Library:
     """The library, compiled if the cache has no usable one; raises `NativeError`."""
     cache, kind = KernelCache(), _kind()
     try:
-        found, problems = _by_compiler(cache, kind), cache.problems
+        found, problems = _by_compiler(cache, kind), [cache.problem]
     except NativeError as error:
         found = _first_usable(cache, cache.names(kind))
         if found is None:
-            raise NativeError("; ".join((str(error), *cache.problems))) from error
-        asked_in_vain = [] if isinstance(error, NoCompilerError) else [f"{error}; a kernel that was kept is used"]
-        problems = [*asked_in_vain, *cache.problems]
-    if problems:
+            raise NativeError("; ".join(filter(None, (str(error), cache.problem)))) from error
+        problems = [] if isinstance(error, NoCompilerError) else [f"{error}; a kernel that was kept is used"]
+    if any(problems):
         logger.warning(f"the kernel for GGUF weights: {'; '.join(problems)}.")
     return found
 
@@ -239,41 +239,39 @@ def _by_compiler(cache: KernelCache, kind: str) -> Library:
     """The library that this compiler has made before, or makes now."""
     compiler = find_compiler()
     name = f"{kind}{_digest(*compiler, _run([*compiler, '--version']).stdout)}.so"
-    found = _first_usable(cache, [name])
-    if found is None:
-        content = compile_source(compiler)
+    if found := _first_usable(cache, [name]):
+        return found
+    with tempfile.TemporaryDirectory(prefix="hf_speculate-kernel-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder, name)
+        compile_source(compiler, path)
         try:
-            found = Library(content)
+            found = Library(path)
         except (OSError, AttributeError) as error:
             raise NativeError(f"what {shlex.join(compiler)} made of {SOURCE.name} cannot be loaded: {error}") from error
-        cache.keep(name, content)
+        cache.keep(name, path.read_bytes())
     return found
 
 
 def _first_usable(cache: KernelCache, names: Sequence[str]) -> Library | None:
     for name in names:
-        if content := cache.read(name):
+        if path := cache.find(name):
             try:
-                return Library(content)
+                return Library(path)
             except (OSError, AttributeError) as error:  # made by another machine that shares the folder
                 logger.info(f"{name} cannot be loaded here: {error}")
     return None
 
 
-def compile_source(compiler: Sequence[str]) -> bytes:
-    """The shared library compiled from `kernel.cpp`; raises `NativeError`."""
+def compile_source(compiler: Sequence[str], path: Path) -> None:
+    """Compiles `kernel.cpp` to the shared library `path`; raises `NativeError`."""
     command = [*compiler, *_FLAGS, _tune()]
     logger.info(f"compiling {SOURCE}")
-    with temporary_folder() as folder:
-        written = Path(folder) / "native.so"
-        with Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"):
-            done = _run([*command, str(SOURCE), "-o", str(written)])
-        if done.returncode:
-            raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
-        content = written.read_bytes() if written.exists() else b""
-    if not content:
+    with Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"):
+        done = _run([*command, str(SOURCE), "-o", str(path)])
+    if done.returncode:
+        raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
+    if not path.exists():
         raise NativeError(f"{shlex.join(command)} reported success, but wrote nothing")
-    return content
 
 
 def find_compiler() -> list[str]:
@@ -306,7 +304,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _kind() -> str:
     """The common prefix of the names of all libraries that work here, from any compiler."""
     sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
-    return f"native-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
+    return f"kernel-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
 
 
 def _digest(*parts: str) -> str:

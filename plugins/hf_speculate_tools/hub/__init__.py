@@ -1,7 +1,7 @@
 """Model cards and uploads of heads, and privacy.
 
 `huggingface_hub` writes repositories. A card is written from measured facts. An upload is a list of regular files that
-the head's layout names, without secrets and without paths of this machine.
+the head's layout names. One that holds a secret is refused.
 """
 
 from .card import ADAPTER_FOLDER as ADAPTER_FOLDER
@@ -17,7 +17,7 @@ from .publishing import CURVES_FILE as CURVES_FILE
 from .publishing import LOCAL_RECIPE_FILE as LOCAL_RECIPE_FILE
 from .publishing import RECIPE_FILE as RECIPE_FILE
 from .publishing import card_facts as card_facts
-from .publishing import clean_folder as clean_folder
+from .publishing import check_public as check_public
 from .publishing import copy_origins as copy_origins
 from .publishing import published_files as published_files
 from .publishing import push_folder as push_folder

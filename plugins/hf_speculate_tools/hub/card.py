@@ -19,6 +19,8 @@ from huggingface_hub.utils import validate_repo_id
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import own_file, replace_files, text_writer
 
+from .public import publishable
+
 
 # Value of a metric: a figure, one figure for each depth (from 1), or words.
 Metric: TypeAlias = float | int | str | Sequence[float]
@@ -70,7 +72,7 @@ def write_card(
         layout: layout of the files: "speculators", "specforge", …
         metrics: measured figures by name, e.g. `{"mean_acceptance_length": 3.1, "acceptance_rate_by_depth":
             [0.7, 0.5]}`. The card claims nothing else.
-        notes: Markdown: data, hyper-parameters, anything that a reader should know.
+        notes: Markdown: data, hyper-parameters, anything that a reader should know. Paths of this machine are cut.
         repo_id: repository of the head on the Hub, for the snippet (default: the folder's name).
         measured_on: name of the data that `metrics` were measured on; with it they become a `model-index`, too.
     Returns:
@@ -90,7 +92,8 @@ def write_card(
         **_model_index(name, metrics, measured_on),
     )
     target = hub_id or (Path(base_model).name if base_model else None)
-    measured = f"{_table(metrics, measured_on)}{notes and chr(10) + notes.strip() + chr(10)}"
+    notes = publishable(notes).strip()
+    measured = f"{_table(metrics, measured_on)}{notes and chr(10) + notes + chr(10)}"
     _write(folder, data, _head_of_body(folder, name, target, algorithm, layout) + measured)
     return True
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from hf_speculate.messages import mapped, masked
+from hf_speculate.messages import is_secret_name, masked
 
 
 Fields: TypeAlias = "Mapping[str, Fields] | Callable[[Any], Any]"
@@ -29,21 +29,21 @@ _PATH_IN_TEXT = re.compile(
 
 def publishable(value: Any) -> Any:
     """A copy of nested values without secrets and without paths of this machine."""
-    return _without_local_paths(masked(value))
+    if isinstance(value, str | os.PathLike):
+        return _without_local_paths(masked(os.fspath(value)))
+    if isinstance(value, Mapping):
+        return {publishable(key): publishable(item) for key, item in value.items()}
+    return [publishable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _without_local_paths(value: Any, name: str = "") -> Any:
-    """A copy of nested values in which absolute paths of this machine are cut to their last part."""
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if isinstance(value, str):
-        if _LOCAL.match(value) and "\n" not in value:
-            return _last_part(value)
-        option, equals, assigned = value.partition("=")
-        if equals and re.fullmatch(r"[\w.-]+", option):
-            return f"{option}={_without_local_paths(assigned)}"
-        return _PATH_IN_TEXT.sub(lambda match: match["kept"] or _last_part(match[0]), value)
-    return mapped(value, _without_local_paths)
+def _without_local_paths(text: str) -> str:
+    """A text in which absolute paths of this machine are cut to their last part."""
+    if _LOCAL.match(text) and "\n" not in text:
+        return _last_part(text)
+    option, equals, assigned = text.partition("=")
+    if equals and re.fullmatch(r"[\w.-]+", option):
+        return f"{option}={_without_local_paths(assigned)}"
+    return _PATH_IN_TEXT.sub(lambda match: match["kept"] or _last_part(match[0]), text)
 
 
 def _last_part(path: str) -> str:
@@ -53,14 +53,14 @@ def _last_part(path: str) -> str:
             return "/".join([part.partition("--")[2].replace("--", "/", 1), *parts[index + 3 :]])
     if not parts:
         return path
-    # A commit alone would mean nothing, and looks like a key.
+    # A commit alone would mean nothing.
     return "/".join(parts[-2:]) if _COMMIT.fullmatch(parts[-1]) else parts[-1]
 
 
 def _plain(value: Any) -> Any:
     """A number or a text; None for any other value."""
     is_plain = isinstance(value, str | int | float | os.PathLike)
-    return _without_local_paths(value) if is_plain else None
+    return publishable(value) if is_plain else None
 
 
 def _plain_list(value: Any) -> list[Any]:
@@ -68,9 +68,10 @@ def _plain_list(value: Any) -> list[Any]:
 
 
 def _settings(value: Any) -> Any:
-    """Settings under any names: numbers and single words, in lists and sections."""
+    """Settings under any names but those of secrets: numbers and single words, in lists and sections."""
     if isinstance(value, Mapping):
-        return {_without_local_paths(key): _settings(item) for key, item in value.items() if isinstance(key, str)}
+        names = [name for name in value if isinstance(name, str) and not is_secret_name(name)]
+        return {publishable(name): _settings(value[name]) for name in names}
     if isinstance(value, list | tuple):
         return [_settings(item) for item in value]
     shown = _plain(value)
@@ -145,12 +146,12 @@ _FIELDS: Fields = {
 
 def public_provenance(content: Mapping[str, Any]) -> dict[str, Any]:
     """The allowed fields of a provenance without secrets and paths; everything else is left out."""
-    return _allowed(_FIELDS, masked(content))
+    return _allowed(_FIELDS, content)
 
 
 def public_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The allowed fields of a recipe without secrets and paths."""
-    return _allowed(_RECIPE, masked(recipe))
+    return _allowed(_RECIPE, recipe)
 
 
 def _allowed(fields: Fields, value: Any) -> Any:
@@ -159,4 +160,4 @@ def _allowed(fields: Fields, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return None
     known = {str(key): item for key, item in value.items() if key in fields or "*" in fields}
-    return {_without_local_paths(key): _allowed(fields.get(key, fields.get("*", {})), known[key]) for key in known}
+    return {publishable(key): _allowed(fields.get(key, fields.get("*", {})), known[key]) for key in known}

@@ -26,7 +26,7 @@ import yaml
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import read_bytes, user_path
-from hf_speculate.messages import find_secret, masked
+from hf_speculate.messages import find_secret
 from hf_speculate.registry import unknown_name_message
 from hf_speculate_tools.hub import public_recipe
 
@@ -172,13 +172,13 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def to_yaml(self, *, publish: bool = False) -> str:
-        """The recipe as a file that `read_recipe` reads, without anything that looks like a token.
+        """The recipe as a file that `read_recipe` reads.
 
         Args:
             publish: True cuts paths of this machine to their last part.
         """
         content = _plain(self.to_dict())
-        shown = public_recipe(content) if publish else masked(content)
+        shown = public_recipe(content) if publish else content
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 

@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.hub import read_provenance
-from hf_speculate.messages import get_logger, masked_arguments
+from hf_speculate.messages import get_logger
 from hf_speculate.models import unwrap
 from hf_speculate.scoring import adapter_fingerprints
 from hf_speculate.speculator import AutoSpeculator, without_verdicts
@@ -216,7 +216,7 @@ def _known(run: TrainingRun) -> dict[str, Any]:
         report["eval"] = run.held_out.report.to_dict()
     return {
         "recipe": run.recipe.to_dict(),
-        "command": masked_arguments(sys.argv),
+        "command": sys.argv,
         **(run.use or {}),
         "data": report,
         "head": {
