@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils.logging import warning_once
 
-from hf_speculate_tools.hub import uploads
 from hf_speculate.tree import DraftTree
 from hf_speculate_gguf.native import binding as native
+from hf_speculate_tools.hub import uploads
 
 from .support.hub import FakeHub
 from .support.inputs import random_prompt

@@ -26,7 +26,6 @@ from hf_speculate.hub import PROVENANCE_FILE, drafter_class_for, read_provenance
 from hf_speculate.messages import find_secret, get_logger, has_token, masked_prose
 
 from .card import (
-    ADAPTER_FOLDER,
     CARD_FILE,
     has_custom_generate,
     is_generated,
@@ -44,16 +43,8 @@ RECIPE_FILE = "recipe.yaml"
 # The recipe with paths of this machine; never uploaded.
 LOCAL_RECIPE_FILE = "recipe.local.yaml"
 CURVES_FILE = "curves.png"
-# Files that go with a head wherever it goes: its origin, its calibration table, the adapter that its target needs.
-ORIGINS = (
-    PROVENANCE_FILE,
-    RECIPE_FILE,
-    CURVES_FILE,
-    CALIBRATION_FILE,
-    f"{ADAPTER_FOLDER}/adapter_config.json",
-    f"{ADAPTER_FOLDER}/adapter_model.safetensors",
-    f"{ADAPTER_FOLDER}/adapter_model.bin",
-)
+# Files that go with a head wherever it goes: its origin, its calibration table.
+ORIGINS = (PROVENANCE_FILE, RECIPE_FILE, CURVES_FILE, CALIBRATION_FILE)
 # Files of tokenizers, in which every character counts.
 _READ_BY_MODELS = ("tokenizer.json", "vocab.json", ".txt", ".jinja", ".model")
 _PNG = b"\x89PNG\r\n\x1a\n"

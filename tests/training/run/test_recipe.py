@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_speculate_training.run import adapted_target, build_method, read_recipe, recipe_from, training_arguments
+from hf_speculate_training.run import build_method, read_recipe, recipe_from, training_arguments
 from hf_speculate_training.sections import RecipeError
 from tests.support.training import recipe_file
 
@@ -228,22 +228,6 @@ class TestMethodSection:
         with pytest.raises(RecipeError, match=message):
             build_method(recipe_from(recipe_values).method, tiny_model(), data=None)
 
-    @pytest.mark.parametrize(
-        ("method", "message"),
-        [
-            (
-                {"name": "eagle3", "adapter": {"r": 4}},
-                "method.adapter is for methods that train the target",
-            ),
-            ({"name": "medusa2"}, "medusa2 trains an adapter"),
-            ({"name": "medusa2", "adapter": {"rank": 4}}, "unknown key 'rank' in method.adapter"),
-        ],
-    )
-    def test_adapters(self, recipe_values, tiny_model, method, message):
-        recipe_values["method"] = method
-        with pytest.raises(RecipeError, match=message):
-            adapted_target(recipe_from(recipe_values).method, tiny_model())
-
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_of_the_repository_can_be_used(path, tiny_model):
@@ -257,5 +241,4 @@ def test_the_recipes_of_the_repository_can_be_used(path, tiny_model):
     values = recipe.to_dict()
     values["method"] |= {"head": small}
     section = recipe_from(values).method
-    target = adapted_target(section, copy.deepcopy(tiny_model()))
-    assert build_method(section, target, data=None).name == recipe.method.name
+    assert build_method(section, tiny_model(), data=None).name == recipe.method.name

@@ -44,12 +44,10 @@ def check_services(recipe: Recipe, args: TrainingArguments) -> None:
 def check_run(run: TrainingRun) -> None:
     """Raises `SpeculateError` if the parts of a run do not go together, or its head or evaluation cannot be made."""
     recipe, target, method = run.recipe, unwrap(run.target), run.method
-    is_cached = recipe.features.source == "cache"
-    if method.trains_target and is_cached:
-        raise RecipeError(f"{method.name} trains the target, whose states change: features.source must be online.")
-    if recipe.target.shard and (method.trains_target or is_cached):
-        other = f"method {method.name}, which trains the target" if method.trains_target else "features.source=cache"
-        raise RecipeError(f"target.shard does not go with {other}: processes would run the target unequally often.")
+    if recipe.target.shard and recipe.features.source == "cache":
+        raise RecipeError(
+            "target.shard does not go with features.source=cache: processes would run the target unequally often."
+        )
     try:
         method.check_layout(target, recipe.output.layout)
     except SpeculateError as error:

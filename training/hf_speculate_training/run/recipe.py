@@ -73,14 +73,12 @@ class MethodSection:
         name: name of an installed method (entry-point group `hf_speculate.training_methods`).
         head: shape of a new head, the fields of the method's `head_class`.
         start_from: folder of a trained head to continue from, instead of `head`.
-        adapter: fields of `peft.LoraConfig`, for methods that train the target too: the LoRA that learns with the head.
         options: options of the method (unrolled steps, weights of the losses, …), the fields of its `options_class`.
     """
 
     name: str
     head: dict[str, Any] = field(default_factory=dict)
     start_from: str | None = None
-    adapter: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
 

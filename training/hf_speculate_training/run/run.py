@@ -152,7 +152,6 @@ def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any
     history = list(trainer.state.log_history)  # before the last evaluation, which belongs to no curve
     saved = None
     if leads:  # first of all, since the rest may fail
-        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # the method may have trained one
         known |= {"sessions": sessions, "training": _outcome(trainer, sessions)}
         write_provenance(run.folder, {"status": "running", **known})
         saved = _write_head(run, output)
@@ -218,6 +217,7 @@ def _known(run: TrainingRun) -> dict[str, Any]:
         "recipe": run.recipe.to_dict(),
         "command": masked_arguments(sys.argv),
         **(run.use or {}),
+        "adapters": dict(adapter_fingerprints(unwrap(run.target))),
         "data": report,
         "head": {
             "method": run.method.name,
