@@ -18,7 +18,7 @@ from hf_speculate_tools.hub import check_upload
 from ..data import RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
-from ..states import feature_bytes, is_foreign
+from ..states import feature_bytes
 from .builder import TrainingRun
 from .recipe import Recipe
 
@@ -82,7 +82,7 @@ def check_disk(run: TrainingRun) -> None:
     folder, target = run.recipe.feature_folder, unwrap(run.target)
     needs = [(str(run.folder), "checkpoints and head", _output_bytes(run.args, target, run.method))]
     rows = run.train_rows() if run.recipe.features.source == "cache" else None
-    if isinstance(rows, RowDataset) and not is_foreign(folder):
+    if isinstance(rows, RowDataset):
         needs.append((folder, "feature cache", feature_bytes(folder, target, run.method.feature_layers, rows)))
     disks: dict[int, list[tuple[str, str, int]]] = {}
     for need in needs:

@@ -88,8 +88,7 @@ class FeaturesSection:
 
     Attributes:
         source: "online" runs the target in every step; "cache" writes its states to disk once, then reads them.
-        folder: folder of the cache; None for one next to the output. vLLM's files (`hs_0.safetensors`, …) are read,
-            too.
+        folder: folder of the cache; None for one next to the output.
     """
 
     source: Literal["online", "cache"] = "online"

@@ -24,7 +24,7 @@ from hf_speculate_tools.check import measure_calibration
 from hf_speculate_tools.hub import CURVES_FILE, card_facts, push_folder, write_card
 
 from ..data import Collator, RowDataset, check_source, content_fingerprint
-from ..states import ForeignFeatures, is_foreign, write_features
+from ..states import write_features
 from ..target import is_sharded
 from .arguments import quiet_replicas, rows_a_step, training_arguments
 from .builder import TrainingRun, build
@@ -109,9 +109,7 @@ def trainer_of(run: TrainingRun, *, cached: bool = True) -> HeadTrainer:
         callbacks=callbacks,
     )
     if cached and run.recipe.features.source == "cache":
-        folder = run.recipe.feature_folder
-        read = ForeignFeatures if is_foreign(folder) else write_features
-        trainer.train_dataset = read(folder, trainer.reader, cast(RowDataset, rows))
+        trainer.train_dataset = write_features(run.recipe.feature_folder, trainer.reader, cast(RowDataset, rows))
     return trainer
 
 
