@@ -5,8 +5,8 @@ and whether its logits are its output matrix times its last state. `write_featur
 `FeatureCache` returns them bit by bit, so the decoder runs once for all epochs.
 """
 
-from .cache_index import FeatureCacheError as FeatureCacheError
 from .feature_cache import FeatureCache as FeatureCache
+from .feature_cache import FeatureCacheError as FeatureCacheError
 from .feature_cache import cache_key as cache_key
 from .feature_cache import feature_bytes as feature_bytes
 from .feature_cache import write_features as write_features
