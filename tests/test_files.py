@@ -170,8 +170,6 @@ BYTES = (b"[" * 5000, b"{", b"}", b"\0" * 9, b"\xff", b"NaN", b"1e999", b"9" * 5
 LINES = (
     "a: &a [*a]",
     "training: &t {x: *t}",
-    "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n"
-    + "\n".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)),
     "x: !!python/object/apply:os.system [ls]",
     "x: " + "[" * 500,
     "training: {max_steps: 190:20:30, learning_rate: .nan}",

@@ -14,7 +14,6 @@ Unknown keys are refused, and so are tokens: a recipe is saved with the head and
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
@@ -34,12 +33,11 @@ from ..data import DataOptions
 from ..methods import check_method
 from ..sections import (
     MAX_BYTES,
-    MAX_DEPTH,
     RecipeError,
-    check_plain,
     expand_home,
     field_names,
     parse_yaml,
+    plain_values,
     refuse_unknown,
     validated,
 )
@@ -221,11 +219,10 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of plain values; `overrides` and errors are those of `read_recipe`."""
-    check_plain(content)
-    content = copy.deepcopy(dict(content))
+    content = plain_values(content)
     for override in overrides:
         _override(content, override)
-    check_plain(content)
+    content = plain_values(content)
     _refuse_secrets(content)
     _refuse_unknown_keys(content, Recipe, "")
     recipe = validated(Recipe, content, "the recipe")
@@ -256,7 +253,7 @@ def _override(content: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     shown = text if len(text) <= 100 else f"{text[:80]} ..."
-    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
+    if not equals or not all(keys):
         raise RecipeError(f"cannot read --set {shown!r}: it must be section.key=value.")
     place: Any = content
     for key in keys[:-1]:
