@@ -81,7 +81,7 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 llguidance==1.9.1 nbclient ipykernel
 	touch $@
 
-# Several processes, Ray's actors, a server of transformers', what the speculators package reads and writes.
+# Several processes, Ray's actors, a server of transformers', what the speculators package reads.
 SCALE := .venv-scale
 
 scale: $(SCALE)/.installed $(PEERS)/.installed

@@ -43,10 +43,9 @@ from hf_speculate_training.methods import (
     Teacher,
     installed_methods,
     lean_cross_entropy,
-    load_method,
     plain_cross_entropy,
 )
-from hf_speculate_training.run import MethodSection, adapted_target, build_method
+from hf_speculate_training.run import MethodSection, build_method
 from hf_speculate_training.states import TargetReader
 from hf_speculate_training.target import DtypeName, TargetSection, load_target
 
@@ -54,7 +53,6 @@ from .command import run
 
 
 _MIB = 2**20
-_ADAPTER = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 
 Kind = Literal["soft", "hard"]
 
@@ -210,12 +208,10 @@ def _measure_method(name: str, path: str, settings: TrainSettings, device: str, 
     """Medians over whole steps; the peak is what a step needs beside the loaded target, head and optimizer included."""
     torch.set_num_threads(threads)
     place = torch.device(device)
-    section = MethodSection(name=name, adapter=_ADAPTER if load_method(name).trains_target else {})
-    loaded = load_target(TargetSection(path=path, dtype=settings.dtype), place)
+    target = load_target(TargetSection(path=path, dtype=settings.dtype), place)
     held = _held_bytes(device)
-    target = adapted_target(section, loaded)
-    method = build_method(section, target, data=None)
-    reader = TargetReader(target, method.feature_layers, train_target=method.trains_target)
+    method = build_method(MethodSection(name=name), target, data=None)
+    reader = TargetReader(target, method.feature_layers)
     trained = [p for p in method.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = _batch(settings, unwrap(target).config.get_text_config(decoder=True).vocab_size)

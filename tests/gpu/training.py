@@ -46,7 +46,7 @@ def _steps(setting: Setting, method_class: Any, target: Any, length: int) -> dic
     torch.manual_seed(0)
     options = method_class.options_class(steps=3)
     method = method_class.for_target(target, method_class.head_class(), options, lambda: None)
-    reader = TargetReader(target, method.feature_layers, train_target=False)
+    reader = TargetReader(target, method.feature_layers)
     trained = [each for each in method.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = _batch(length, target.config.vocab_size)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError
@@ -37,7 +35,7 @@ FORBIDDEN = tuple(word.encode() for word in (TOKEN, PASSWORD, PRIVATE, "/home/al
 PRIVATE_NAMES = (
     *(".env", ".git-credentials", "id_rsa", "token", "secrets.json", "notes.json", "d2t.json", "recipe.local.yaml"),
     *("recipe.yaml~", "nohup.out", "train.log", "training_args.bin", "optimizer.pt", "rng_state.pth", "serve.sh"),
-    *("tokenizer_config.json", "checkpoint-4/optimizer.pt", "runs/events", "target-adapter/.env", "target-adapter/x"),
+    *("tokenizer_config.json", "checkpoint-4/optimizer.pt", "runs/events"),
     *("custom_generate/generate.py", "custom_generate/.env", ".cache/x"),
 )
 URL = f"https://me:{PASSWORD}@host/x"
@@ -56,9 +54,6 @@ def plain_head(tmp_path_factory):
         shutil.copy(REPOSITORY / "examples" / "pycoder-medusa" / name, folder)
     edit_json(folder / "provenance.json", lambda content: content.pop("identity"))  # of another target
     (folder / "recipe.yaml").write_text("target: {path: x}\n")
-    (folder / "target-adapter").mkdir()
-    (folder / "target-adapter" / "adapter_config.json").write_text('{"r": 2}')
-    save_file({"a": torch.zeros(1)}, folder / "target-adapter" / "adapter_model.safetensors")
     return folder
 
 
@@ -83,7 +78,7 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
             path.write_text(PRIVATE)
 
     def link() -> None:
-        names = choose.choice([present, PRIVATE_NAMES, ("custom_generate", "target-adapter")])
+        names = choose.choice([present, PRIVATE_NAMES, ("custom_generate",)])
         path = folder / choose.choice(names)
         if path.parent == folder or (path.parent.is_dir() and not path.parent.is_symlink()):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -97,7 +92,7 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
         os.mkfifo(path)
 
     def secret_in_json() -> None:
-        name = choose.choice(["config.json", "calibration.json", "target-adapter/adapter_config.json"])
+        name = choose.choice(["config.json", "calibration.json"])
         key, value = choose.choice(SECRETS)
         if (folder / name).parent.is_dir() and not (folder / name).parent.is_symlink():
             edit_json(
@@ -143,7 +138,7 @@ def plant(folder: Path, outside: Path, choose: random.Random) -> None:
 def write_outside(outside: Path, plain_head: Path) -> None:
     """Files that could stand in the place of a head's."""
     outside.mkdir(exist_ok=True)
-    for name in (*ORIGINS, "config.json", "adapter_config.json"):
+    for name in (*ORIGINS, "config.json"):
         (outside / name).parent.mkdir(exist_ok=True)
         (outside / name).write_text(json.dumps({"architectures": [WORDS]}))
     (outside / "README.md").write_text(WORDS)
@@ -190,13 +185,13 @@ def test_a_clean_folder_leaves_whole(plain_head, tmp_path, hub, caplog):
     push_folder(plain_head, "me/head")
     there = hub.folder("me/head")
     names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
-    assert names == {"README.md", "config.json", "model.safetensors", *ORIGINS} - {"target-adapter/adapter_model.bin"}
+    assert names == {"README.md", "config.json", "model.safetensors", *ORIGINS}
     for name in names - {"README.md", "provenance.json", "recipe.yaml"}:
         assert (there / name).read_bytes() == (plain_head / name).read_bytes(), name
     assert "eagle" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.json", "calibration.json", "target-adapter/adapter_config.json"])
+@pytest.mark.parametrize("name", ["README.md", "config.json", "calibration.json"])
 @pytest.mark.parametrize("secret", [TOKEN, URL, "Authorization: Bearer abcdefgh"])
 def test_a_file_that_holds_a_secret_is_refused_by_name(plain_head, tmp_path, hub, name, secret):
     head = shutil.copytree(plain_head, tmp_path / "head")
@@ -221,6 +216,7 @@ def test_the_allowed_fields_are_those_that_runs_write(head):
     content = json.loads((REPOSITORY / "examples" / head / "provenance.json").read_text())
     content.pop("files", None)  # written by earlier versions
     content["recipe"]["data"].pop("streaming", None)
+    content["recipe"]["method"].pop("adapter", None)
     assert public_provenance(content) == content
 
 
@@ -253,13 +249,13 @@ class TestLinks:
     def test_convert_copies_nothing_from_behind_a_link(self, plain_head, tmp_path):
         head = shutil.copytree(plain_head, tmp_path / "head")
         (tmp_path / "outside").mkdir()
-        (tmp_path / "outside" / "adapter_config.json").write_text(json.dumps({"x": PRIVATE}))
-        shutil.rmtree(head / "target-adapter")
-        for name, place in (("target-adapter", "outside"), ("README.md", "outside/adapter_config.json")):
-            (head / name).symlink_to(tmp_path / place)
+        (tmp_path / "outside" / "notes.json").write_text(json.dumps({"x": PRIVATE}))
+        (head / "curves.png").unlink()
+        for name in ("curves.png", "README.md"):
+            (head / name).symlink_to(tmp_path / "outside" / "notes.json")
         target().save_pretrained(tmp_path / "target")
         convert_checkpoint(head, tmp_path / "new", "speculators", tmp_path / "target")
-        assert not (tmp_path / "new" / "target-adapter").exists()
+        assert not (tmp_path / "new" / "curves.png").exists()
         for path in (tmp_path / "new").rglob("*"):
             assert not path.is_file() or PRIVATE.encode() not in path.read_bytes(), path
 
@@ -287,7 +283,7 @@ class TestSnapshots:
         convert_checkpoint(snapshot, tmp_path / "new", "speculators", tmp_path / "target")
         push_folder(snapshot, "me/again")
         for folder in (tmp_path / "new", hub.folder("me/again")):
-            assert {"provenance.json", "recipe.yaml", "curves.png", "target-adapter"} <= set(os.listdir(folder))
+            assert {"provenance.json", "recipe.yaml", "curves.png"} <= set(os.listdir(folder))
             assert not any(path.is_symlink() for path in folder.rglob("*"))
         weights = hub.folder("me/again") / "model.safetensors"
         assert weights.read_bytes() == (snapshot / "model.safetensors").read_bytes()

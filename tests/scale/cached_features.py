@@ -14,18 +14,19 @@ from datasets import Dataset
 from torch import distributed
 
 from hf_speculate_training.data import RowDataset
-from hf_speculate_training.states import TargetReader, cache_index, write_features
+from hf_speculate_training.states import TargetReader, feature_cache, write_features
 from hf_speculate_training.target import TargetSection, load_target
 
 
 def kill_after_first_shard() -> None:
-    add = cache_index.CacheIndex.add
+    write = feature_cache.replace_files
 
-    def killed(self, *args):
-        add(self, *args)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def killed(folder, files):
+        write(folder, files)
+        if "cache.json" not in files:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    cache_index.CacheIndex.add = killed
+    feature_cache.replace_files = killed
 
 
 def main(target: str, folder: str, killed: str = "") -> None:

@@ -4,7 +4,6 @@
 the head's layout names. One that holds a secret is refused.
 """
 
-from .card import ADAPTER_FOLDER as ADAPTER_FOLDER
 from .card import CUSTOM_GENERATE_FOLDER as CUSTOM_GENERATE_FOLDER
 from .card import Metric as Metric
 from .card import rename_card as rename_card

@@ -95,7 +95,7 @@ _RECIPE: Fields = {
         **_each("seed", "split", "config", "revision", "limit", "num_proc"),
         "columns": _settings,
     },
-    "method": {**_each("name", "start_from"), **dict.fromkeys(("head", "adapter", "options"), _settings)},
+    "method": {**_each("name", "start_from"), **dict.fromkeys(("head", "options"), _settings)},
     "features": _each("source", "folder"),
     "training": _settings,
     "evaluation": {

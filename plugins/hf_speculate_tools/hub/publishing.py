@@ -23,7 +23,7 @@ from hf_speculate.files import json_writer, own_file, read_json, replace_files, 
 from hf_speculate.hub import PROVENANCE_FILE, drafter_class_for, read_provenance
 from hf_speculate.messages import get_logger, has_secret
 
-from .card import ADAPTER_FOLDER, CARD_FILE, has_custom_generate, rename_card, write_card, write_custom_generate
+from .card import CARD_FILE, has_custom_generate, rename_card, write_card, write_custom_generate
 from .public import public_provenance
 from .uploads import check_name, make_repository, upload_head
 
@@ -34,16 +34,8 @@ RECIPE_FILE = "recipe.yaml"
 # The recipe with paths of this machine; never uploaded.
 LOCAL_RECIPE_FILE = "recipe.local.yaml"
 CURVES_FILE = "curves.png"
-# Files that go with a head wherever it goes: its origin, its calibration table, the adapter that its target needs.
-ORIGINS = (
-    PROVENANCE_FILE,
-    RECIPE_FILE,
-    CURVES_FILE,
-    CALIBRATION_FILE,
-    f"{ADAPTER_FOLDER}/adapter_config.json",
-    f"{ADAPTER_FOLDER}/adapter_model.safetensors",
-    f"{ADAPTER_FOLDER}/adapter_model.bin",
-)
+# Files that go with a head wherever it goes: its origin, its calibration table.
+ORIGINS = (PROVENANCE_FILE, RECIPE_FILE, CURVES_FILE, CALIBRATION_FILE)
 # Files that are searched for secrets.
 _TEXTS = (".json", ".md", ".yaml", ".txt", ".jinja")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -344,15 +343,6 @@ class TestOrigins:
         assert card.data.eval_results == kept.data.eval_results
         assert card.text.partition("## Measured")[2] == kept.text.partition("## Measured")[2]
         assert "`specforge` layout), made for `pycoder`" in card.text
-
-    def test_the_targets_adapter(self, tmp_path):
-        source = tmp_path / "source"
-        shutil.copytree(REPOSITORY / "examples" / "pycoder-medusa", source)
-        (source / "target-adapter").mkdir()
-        (source / "target-adapter" / "adapter_config.json").write_text("{}")
-        convert_checkpoint(source, tmp_path / "head", "vllm", REPOSITORY / "examples" / "pycoder")
-        assert (tmp_path / "head" / "target-adapter" / "adapter_config.json").exists()
-        assert "from peft import PeftModel" in (tmp_path / "head" / "README.md").read_text()
 
     @pytest.mark.parametrize(("alias", "layout"), [("vllm", "speculators"), ("sglang", "specforge")])
     def test_layouts_by_who_reads_them(self, tmp_path, alias, layout):

@@ -1,4 +1,4 @@
-"""Training of Medusa heads: losses against loops, agreement with the drafter, learning; Medusa-2 with an adapter."""
+"""Training of Medusa heads: losses against loops, agreement with the drafter, learning."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 
-from hf_speculate import Speculator
 from hf_speculate.drafting import DraftRequest
-from hf_speculate.errors import TargetMismatchError
 from hf_speculate_plugins.medusa import StaticTree
 from hf_speculate_training.data import NO_DOCUMENT, Batch
 from hf_speculate_training.methods.medusa import (
-    Medusa2Method,
-    Medusa2TrainingOptions,
     MedusaMethod,
     MedusaTrainingOptions,
     new_medusa,
@@ -172,127 +167,3 @@ class TestLearning:
         extended.resize_token_embeddings(99, mean_resizing=False)
         with pytest.raises(RecipeError, match=r"knows 96 tokens, the target has 99"):
             warm_medusa(tmp_path, extended)
-
-
-def adapted(dtype: torch.dtype = torch.float32, sharp: float = 1.0) -> PeftModel:
-    target = copy.deepcopy(build_tiny_model(dtype=dtype))
-    target.lm_head.weight *= sharp
-    torch.manual_seed(5)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    model = get_peft_model(target, config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data *= 0.1
-    return model.eval()
-
-
-class TestMedusa2:
-    def made(self, model, **options) -> Medusa2Method:
-        heads = new_medusa(model.get_base_model(), HEADS)
-        return Medusa2Method(heads, model, Medusa2TrainingOptions(**options)).train()
-
-    def read(self, made: Medusa2Method, model: PeftModel, batch: Batch) -> TargetStates:
-        return TargetReader(model, made.feature_layers, train_target=True)(batch)
-
-    def test_checkpoints_hold_heads_and_adapter_only(self):
-        model = adapted()
-        made = self.made(model)
-        trained = {id(p) for p in model.parameters() if p.requires_grad}
-        assert trained
-        assert {id(p) for p in made.adapter.values()} == trained, "the parameters themselves, not copies"
-        assert all(name.startswith(("heads.", "adapter.")) for name in made.state_dict())
-        name, parameter = next((name, p) for name, p in model.named_parameters() if p.requires_grad)
-        state = {name: value + 1 for name, value in made.state_dict().items()}
-        made.load_state_dict(state)
-        assert torch.equal(parameter, state["adapter." + name.replace(".", "/")]), "loading reaches the target"
-
-    def test_stages(self):
-        model = adapted()
-        made, batch = self.made(model, heads_share=0.5, warmup_share=0.25, head_weight=0.4), packed([9, 6])
-        losses, gradients = {}, {}
-        for step in (0, 4, 5, 6, 8, 9):
-            made.on_step(step, 10)
-            made.zero_grad()
-            output = made(batch, self.read(made, model, batch))
-            output.loss.backward()
-            losses[step] = output
-            gradients[step] = [p.grad.clone() for p in made.adapter.values()]
-            assert all(p.grad is not None for p in made.parameters())
-        heads = float(losses[0].loss)
-        assert "distillation" not in losses[4].metrics
-        assert all((g == 0).all() for g in gradients[4]), "stage one leaves the adapter alone"
-        distillation = float(losses[5].metrics["distillation"])
-        for step, weight in ((5, 0.0), (6, 0.16), (8, 0.4), (9, 0.4)):
-            assert float(losses[step].loss) == pytest.approx(distillation + weight * heads, rel=1e-5)
-        assert any((g != 0).any() for g in gradients[5])
-
-    def test_distillation_is_towards_the_target_without_its_adapter(self):
-        model = adapted(torch.float64)
-        made, batch = (
-            self.made(model, warmup_share=0.0, heads_share=0.0, head_weight=0.0),
-            packed([9, 6, -3]),
-        )
-        made.heads.double()
-        batch["loss_mask"][0, :4] = False
-        loss = made(batch, self.read(made, model, batch)).loss
-        total = 0.0
-        for start, stop in ((0, 9), (9, 15)):
-            ids = batch["input_ids"][:, start:stop]
-            with torch.no_grad(), model.disable_adapter():
-                wanted = model(ids).logits.softmax(-1)[0]
-            found = model(ids).logits.log_softmax(-1)[0]
-            for t in range(stop - start - 1):
-                if batch["loss_mask"][0, start + t + 1]:
-                    total = total - (wanted[t] * found[t]).sum() / 15
-        torch.testing.assert_close(loss, total, rtol=1e-6, atol=0)
-        parameters = tuple(made.adapter.values())
-        for ours, theirs in zip(
-            torch.autograd.grad(loss, parameters), torch.autograd.grad(total, parameters), strict=True
-        ):
-            assert float(theirs.abs().max()) > 0
-            assert float((ours - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
-
-    def test_the_adapter_is_pulled_back_to_the_targets_text_and_the_heads_learn(self, tmp_path):
-        model = adapted(sharp=8.0)
-        with model.disable_adapter():
-            prompts, batch = own_text(model, 22)
-        made = self.made(model, heads_share=0.2, warmup_share=0.2)
-        optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
-        history = []
-        for step in range(120):
-            made.on_step(step, 120)
-            optimizer.zero_grad()
-            output = made(batch, self.read(made, model, batch))
-            output.loss.backward()
-            optimizer.step()
-            history.append({name: float(value) for name, value in output.metrics.items()})
-        assert history[-1]["distillation"] < history[24]["distillation"]
-        assert history[-1]["agreement"] > 0.9 >= history[24]["agreement"]
-        assert history[-1]["accuracy_0"] > history[0]["accuracy_0"] + 0.3
-        target = model.get_base_model()
-        speculator = Speculator(made.drafter(target))
-        plain = target.generate(prompts, max_new_tokens=17, do_sample=False)
-        assert torch.equal(plain, target.generate(prompts, max_new_tokens=17, do_sample=False, speculator=speculator))
-        assert speculator.stats.mean_acceptance_length > 1.3
-
-        made.save(tmp_path, target)
-        base = copy.deepcopy(build_tiny_model())
-        base.lm_head.weight *= 8.0
-        again = PeftModel.from_pretrained(base, tmp_path / "target-adapter").eval()
-        torch.testing.assert_close(again(prompts).logits, model(prompts).logits, rtol=1e-4, atol=1e-4)
-
-    def test_targets_that_have_nothing_to_train(self):
-        target = build_tiny_model()
-        with pytest.raises(TargetMismatchError, match="get_peft_model"):
-            Medusa2Method(new_medusa(target, HEADS), target)
-        model = adapted().requires_grad_(False)
-        with pytest.raises(TargetMismatchError, match="is_trainable"):
-            self.made(model)
-
-    def test_states_from_a_cache_are_refused_in_the_second_stage(self):
-        model = adapted()
-        made, batch = self.made(model), packed([9, 6])
-        made.on_step(9, 10)
-        states = self.read(made, model, batch)
-        with pytest.raises(TargetMismatchError, match="feature cache"):
-            made(batch, TargetStates(states.features, states.last_hidden.detach()))

@@ -37,7 +37,7 @@ def install():
 
 
 def test_built_in_methods_enter_by_the_same_door():
-    assert {"dflash", "dspark", "eagle1", "eagle3", "medusa", "medusa2"} <= set(installed_methods())
+    assert {"dflash", "dspark", "eagle1", "eagle3", "medusa"} <= set(installed_methods())
     assert load_method("eagle3") is Eagle3Method
 
 
@@ -177,7 +177,6 @@ def test_it_is_gone_on_from(trained, target, tmp_path):
         ({"name": "recurrent", "options": {"step": 2}}, "unknown key 'step' in method.options.*Did you mean 'steps'"),
         ({"name": "recurrent", "options": {"steps": 0}}, "method.options cannot be used: steps must be at least 1"),
         ({"name": "recurrent", "head": {"width": "wide"}}, "method.head cannot be used: width: input should be"),
-        ({"name": "recurrent", "adapter": {"r": 2}}, "recurrent leaves it as it is"),
     ],
 )
 def test_what_a_recipe_cannot_say(installed, recipe_values, method, message):

@@ -56,13 +56,12 @@ def test_defaults_are_those_of_the_shipped_recipe_of_that_size(monkeypatch, name
 def test_every_method_is_suggested_what_it_knows(method, hidden_size):
     kind = load_method(method)
     suggested = kind.suggested(PretrainedConfig(hidden_size=hidden_size, vocab_size=200_000))
-    assert suggested.keys() <= {"head", "options", "adapter"}
+    assert suggested.keys() <= {"head", "options"}
     kind.head_class(**suggested.get("head", {}))
     kind.options_class(**suggested.get("options", {}))
-    assert bool(suggested.get("adapter")) == kind.trains_target
 
 
-@pytest.mark.parametrize("method", ["dspark", "eagle3", "medusa2"])
+@pytest.mark.parametrize("method", ["dspark", "eagle3", "medusa"])
 def test_target_and_data_are_enough(saved_target, own_texts, tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
     short = ["--set", "training.max_steps=2", "--set", "evaluation.max_new_tokens=4", "--set", "data.eval_fraction=0.3"]

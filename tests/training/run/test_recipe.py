@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_speculate_training.run import adapted_target, build_method, read_recipe, recipe_from, training_arguments
+from hf_speculate_training.run import build_method, read_recipe, recipe_from, training_arguments
 from hf_speculate_training.sections import RecipeError
 from tests.support.training import recipe_file
 
@@ -26,8 +26,9 @@ def test_sections_are_typed_and_defaults_filled_in(recipe_values):
 @pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.0e-4", ".1e-3", "10e-5", "0.0001"])
 def test_numbers_with_exponents_are_numbers(recipe_values, tmp_path, text):
     path = recipe_file(recipe_values, tmp_path)
-    recipe = read_recipe(path, [f"training.learning_rate={text}"])
-    assert recipe.training["learning_rate"] == pytest.approx(1e-4, rel=1e-12)
+    recipe = read_recipe(path, [f"training.learning_rate={text}", f"evaluation.temperatures=[{text}]"])
+    assert training_arguments(recipe).learning_rate == pytest.approx(1e-4, rel=1e-12)
+    assert recipe.evaluation.temperatures == pytest.approx([1e-4], rel=1e-12)
 
 
 def test_version_like_texts_stay_texts(recipe_values, tmp_path):
@@ -102,45 +103,31 @@ def test_files_that_are_no_recipes(tmp_path, text):
         read_recipe(path)
 
 
-BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BOMB, "more than 10000 values"),
-        ("training: &t\n  x: *t\n", "contains itself"),
-        ("training: {x: [&a [*a]]}", "contains itself"),
-        ("a: " + "[" * 3000 + "]" * 3000, "nested deeper than 32"),
-        ("training: {learning_rate: .nan}", "training.learning_rate is nan: it must be a finite number"),
-        ("training: {learning_rate: 1e999}", "must be a finite number"),
-        ("training: {max_steps: " + "9" * 5000 + "}", "cannot be read"),
-        ("training: {max_steps: " + "9" * 50 + "}", "more than 40 digits"),
-        ("training: {run_name: 2020-01-01}", "training.run_name is a date: write a text in quotes"),
-        ("training: {run_name: 2020-13-01}", "cannot be read"),
-        ("training: !!binary aGVsbG8=", "training is a bytes"),
-        ("training: !!set {a, b}", "training is a set"),
+        ("training: &t\n  x: *t\n", "Circular reference"),
+        ("a: " + "[" * 3000 + "]" * 3000, "is not YAML: maximum recursion depth exceeded"),
+        (
+            "training: {learning_rate: .nan}",
+            "recipe cannot be used: Out of range float.* It may hold .* finite numbers",
+        ),
+        ("training: {max_steps: " + "9" * 5000 + "}", "is not YAML: Exceeds the limit"),
+        ("training: {run_name: 2020-01-01}", "type date .* It may hold .* texts \\(in quotes\\)"),
+        ("training: {run_name: 2020-13-01}", "is not YAML: month must be in"),
+        ("training: !!binary aGVsbG8=", "type bytes"),
         ("training: !!python/object/apply:os.system [ls]", "is not YAML"),
-        ("5: 6", "the key '5'"),
-        ('output: {folder: "a\\0b"}', "output.folder holds a zero byte"),
-        ('output: {folder: "\\ud800"}', "output.folder holds a zero byte or half a character"),
+        ("5: 6", "unknown key '5' in the recipe"),
+        ('output: {folder: "\\ud800"}', "surrogates not allowed"),
         ("target: {path: " + "x" * (1 << 20) + "}", "more than 1 MB"),
     ],
-    ids=range(17),
+    ids=range(11),
 )
 def test_yaml_that_is_no_recipes(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError, match=message):
         read_recipe(path)
-
-
-def test_values_that_contain_themselves(recipe_values):
-    recipe_values["training"]["x"] = recipe_values
-    with pytest.raises(RecipeError, match="nested deeper than 32"):
-        recipe_from(recipe_values)
 
 
 @pytest.mark.parametrize("override", ["training", "=3", "training..x=3", "output.folder.x=3", "training.x={"])
@@ -228,22 +215,6 @@ class TestMethodSection:
         with pytest.raises(RecipeError, match=message):
             build_method(recipe_from(recipe_values).method, tiny_model(), data=None)
 
-    @pytest.mark.parametrize(
-        ("method", "message"),
-        [
-            (
-                {"name": "eagle3", "adapter": {"r": 4}},
-                "method.adapter is for methods that train the target",
-            ),
-            ({"name": "medusa2"}, "medusa2 trains an adapter"),
-            ({"name": "medusa2", "adapter": {"rank": 4}}, "unknown key 'rank' in method.adapter"),
-        ],
-    )
-    def test_adapters(self, recipe_values, tiny_model, method, message):
-        recipe_values["method"] = method
-        with pytest.raises(RecipeError, match=message):
-            adapted_target(recipe_from(recipe_values).method, tiny_model())
-
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_recipes_of_the_repository_can_be_used(path, tiny_model):
@@ -257,5 +228,4 @@ def test_the_recipes_of_the_repository_can_be_used(path, tiny_model):
     values = recipe.to_dict()
     values["method"] |= {"head": small}
     section = recipe_from(values).method
-    target = adapted_target(section, copy.deepcopy(tiny_model()))
-    assert build_method(section, target, data=None).name == recipe.method.name
+    assert build_method(section, tiny_model(), data=None).name == recipe.method.name

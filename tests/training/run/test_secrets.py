@@ -88,7 +88,7 @@ def pushed(make_recipe_values, tmp_path_factory):
     """A run that was given much that is private, its folder, and a copy of what was uploaded."""
     place = tmp_path_factory.mktemp("private")
     values = make_recipe_values(place / "out")
-    values["method"] = {"name": "medusa2", "head": {"num_heads": 1}, "adapter": {"r": 2, "target_modules": ["q_proj"]}}
+    values["method"] = {"name": "medusa", "head": {"num_heads": 1}}
     values["training"] |= {"max_steps": 2, "run_name": f"{place}/run", "report_to": "none"}
     values["evaluation"]["num_prompts"] = 0
     values["output"] |= {"push_to_hub": "me/head", "notes": f"Made in {place}/notes."}
@@ -116,7 +116,7 @@ def pushed(make_recipe_values, tmp_path_factory):
 def test_nothing_private_is_uploaded(pushed, saved_target):
     _, place = pushed
     files = {str(path.relative_to(place / "uploaded")): path for path in (place / "uploaded").rglob("*")}
-    assert {"recipe.yaml", "provenance.json", "config.json", "README.md", "target-adapter"} <= files.keys()
+    assert {"recipe.yaml", "provenance.json", "config.json", "README.md"} <= files.keys()
     assert not any(name.startswith("custom_generate") for name in files)
     assert not {LOCAL_RECIPE_FILE, "runs", "checkpoint-2"} & files.keys()
     again = {str(path.relative_to(place / "again")) for path in (place / "again").rglob("*")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import pickle
 import re
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save
 from torch.utils.data import DataLoader
 
 from hf_speculate.drafting import RAW_LAST
+from hf_speculate.errors import CheckpointError
 from hf_speculate_training.data import Collator, RowDataset
 from hf_speculate_training.states import FeatureCache, FeatureCacheError, TargetReader, cache_key, write_features
 
@@ -128,7 +128,7 @@ def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
     stopper.__class__ = type("Stopper", (TargetReader,), {"__call__": lambda self, batch: stopping(batch)})
     with pytest.raises(KeyboardInterrupt):
         write_features(part, stopper, rows, **OPTIONS)
-    with pytest.raises(FeatureCacheError, match=r"unfinished: 2 of 3 shards are missing \(the first: features-00001"):
+    with pytest.raises(FeatureCacheError, match=r"unfinished: features-00001.safetensors is missing"):
         FeatureCache(part)
     first = (part / "features-00000.safetensors").stat().st_mtime_ns
     write_features(part, reader, rows, **OPTIONS)
@@ -142,8 +142,7 @@ def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
 def test_full_disk_while_writing(reader, rows, tmp_path):
     """The operating system refuses to write: what was complete stays, and it goes on from there."""
     resource = pytest.importorskip("resource")
-    size = write_features(tmp_path / "size", reader, rows, **OPTIONS)._index
-    assert size.num_shards == 3
+    assert write_features(tmp_path / "size", reader, rows, **OPTIONS).key.num_shards == 3
     first = (tmp_path / "size" / "features-00000.safetensors").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     path = tmp_path / "full"
@@ -152,7 +151,7 @@ def test_full_disk_while_writing(reader, rows, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (first // 2, limits[1]))
     try:
         with pytest.raises(
-            FeatureCacheError, match=r"cannot write .*features-00001.*2 of 3 shards are complete and stay"
+            CheckpointError, match=r"cannot write features-00001.*Nothing that was there before is lost"
         ):
             write_features(path, reader, rows, **OPTIONS)
     finally:
@@ -179,34 +178,16 @@ def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_mo
     for name, (other_reader, other_rows, options) in asked.items():
         keys = cache_key(reader, rows), cache_key(other_reader, other_rows, **options)
         found, wanted = (re.escape(repr(getattr(key, name))) for key in keys)
-        with pytest.raises(FeatureCacheError, match=f"other states than .*: it has {name} {found}, not {wanted}. Give"):
+        with pytest.raises(FeatureCacheError, match=f"other states than .*: it has {name} {found}, not {wanted}[.;]"):
             write_features(tmp_path, other_reader, other_rows, **OPTIONS, **options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_damage_is_found(reader, rows, tmp_path):
-    write_features(tmp_path, reader, rows, **OPTIONS)
-    path = tmp_path / "features-00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-40] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(FeatureCacheError, match=r"features-00001.safetensors does not have the checksum"):
-        FeatureCache(tmp_path)
-    path.write_bytes(content[:-1])
-    with pytest.raises(FeatureCacheError, match="1 of 3 shards are missing"):
-        FeatureCache(tmp_path)
-    path.unlink()
-    assert len(write_features(tmp_path, reader, rows, **OPTIONS)) == len(rows)
-
-
 def test_what_is_no_cache(tmp_path):
-    with pytest.raises(FeatureCacheError, match="holds no feature cache"):
+    with pytest.raises(FeatureCacheError, match=r"does not hold a feature cache: cannot read .*cache\.json"):
         FeatureCache(tmp_path)
     (tmp_path / "cache.json").write_text("{}")
-    with pytest.raises(FeatureCacheError, match="cannot read the index"):
-        FeatureCache(tmp_path)
-    (tmp_path / "cache.json").write_text(json.dumps({"version": 99}))
-    with pytest.raises(FeatureCacheError, match="version 99; this program reads 1"):
+    with pytest.raises(FeatureCacheError, match="target: field required"):
         FeatureCache(tmp_path)
 
 
@@ -221,50 +202,28 @@ def test_workers_open_files_of_their_own(reader, rows, tmp_path):
         cache[len(cache)]
 
 
-KEY = {"target": "t", "data": "d", "layers": [1], "dtype": "float32"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shards": None}, "shards is not there"),
-        ({"shards": []}, "expected an object"),
-        ({"shards": {"../../../features-00000.safetensors": {"bytes": 1, "sha256": "x"}}}, "which is none of its 3"),
-        ({"shards": {"features-00003.safetensors": {"bytes": 1, "sha256": "x"}}}, "which is none of its 3"),
-        ({"shards": {"features-000001.safetensors": {"bytes": 1, "sha256": "x"}}}, "which is none of its 3"),
-        ({"shards": {"features-00000.safetensors": {"sha256": "x"}}}, "does not have bytes"),
-        ({"shards": {"features-00000.safetensors": {"bytes": "1", "sha256": "x"}}}, "bytes is '1'"),
-        ({"rows_per_shard": 0}, "rows_per_shard 0"),
-        ({"rows_per_shard": -4}, "rows_per_shard -4"),
-        ({"num_rows": 10**12, "rows_per_shard": 1}, "which no cache has"),
-        ({"key": KEY | {"layers": ["1"]}}, "its key is not"),
-        ({"key": KEY | {"more": 1}}, "its key is not"),
-        ({"key": None}, "key is not there"),
+        ({"rows_per_shard": 0}, "rows_per_shard: input should be greater than 0"),
+        ({"num_rows": "many"}, "num_rows: input should be a valid integer"),
+        ({"layers": ["one"]}, "layers.0: input should be a valid integer"),
+        ({"num_rows": 10**12, "rows_per_shard": 4}, "features-00002.safetensors does not hold 4 rows"),
     ],
-    ids=range(13),
+    ids=range(4),
 )
 def test_an_index_that_no_cache_writes(reader, rows, tmp_path, change, message):
     write_features(tmp_path, reader, rows, **OPTIONS)
     index = json.loads((tmp_path / "cache.json").read_text())
     (tmp_path / "cache.json").write_text(json.dumps(index | change))
-    for read in (lambda: FeatureCache(tmp_path), lambda: write_features(tmp_path, reader, rows, **OPTIONS)):
-        with pytest.raises(FeatureCacheError, match=message):
-            read()
+    with pytest.raises(FeatureCacheError, match=message):
+        FeatureCache(tmp_path)
+    with pytest.raises(FeatureCacheError, match=message if "input" in message else "num_rows 1000000000000, not"):
+        write_features(tmp_path, reader, rows, **OPTIONS)
 
 
-def test_notes_of_another_cache_are_refused(reader, rows, tmp_path):
-    write_features(tmp_path, reader, rows, **OPTIONS)
-    index = json.loads((tmp_path / "cache.json").read_text())
-    for note in ({**index, "num_rows": 9}, {**index, "key": KEY}, {"shards": {}}, []):
-        (tmp_path / "cache-1.json").write_text(json.dumps(note))
-        with pytest.raises(FeatureCacheError, match=r"cache-1\.json"):
-            write_features(tmp_path, reader, rows, **OPTIONS)
-    assert json.loads((tmp_path / "cache.json").read_text()) == index
-
-
-@pytest.mark.parametrize("content", ["empty", "no offsets", "short", "falling"])
+@pytest.mark.parametrize("content", ["empty", "truncated", "no offsets", "short", "fewer rows"])
 def test_a_shard_that_does_not_hold_its_rows(reader, rows, tmp_path, content):
-    """The checksum is right, since the same hand wrote it."""
     write_features(tmp_path, reader, rows, **OPTIONS)
     path = tmp_path / "features-00001.safetensors"
     tensors = load_file(path)
@@ -272,12 +231,10 @@ def test_a_shard_that_does_not_hold_its_rows(reader, rows, tmp_path, content):
         del tensors["offsets"]
     elif content == "short":
         tensors["last_hidden"] = tensors["last_hidden"][1:]
-    elif content == "falling":
-        tensors["offsets"] = tensors["offsets"].flip(0)
-    path.write_bytes(b"" if content == "empty" else save(tensors))
-    index = json.loads((tmp_path / "cache.json").read_text())
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    index["shards"][path.name] = {"bytes": path.stat().st_size, "sha256": digest}
-    (tmp_path / "cache.json").write_text(json.dumps(index))
-    with pytest.raises(FeatureCacheError, match=r"features-00001"):
-        FeatureCache(tmp_path)
+    elif content == "fewer rows":
+        tensors["offsets"] = tensors["offsets"][1:]
+    path.write_bytes({"empty": b"", "truncated": save(tensors)[:-1]}.get(content, save(tensors)))
+    with pytest.raises(FeatureCacheError, match=r"features-00001.* Remove it"):
+        write_features(tmp_path, reader, rows, **OPTIONS)
+    path.unlink()
+    assert len(write_features(tmp_path, reader, rows, **OPTIONS)) == len(rows)

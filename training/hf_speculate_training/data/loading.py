@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from datasets import (
     load_dataset,
     load_from_disk,
 )
+from datasets.data_files import SPLIT_KEYWORDS
 from datasets.exceptions import DatasetGenerationError
 
 from hf_speculate.errors import SpeculateError, first_line
@@ -46,12 +47,7 @@ _ERRORS = (OSError, ValueError, DatasetGenerationError)
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 _ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # about the data
 # The words by which the Hub knows splits, in names of files and folders.
-_SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words}
+_SPLIT_OF = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 
 
 def load_records(
@@ -132,7 +128,7 @@ def _local_files(name: str, split: str) -> list[str] | None:
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             return []
-        files = data_files(path, split, BUILDERS)
+        files = data_files(path, split)
     elif glob.has_magic(name):
         files = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
     elif name.startswith((".", "/", "~")) or suffix_of(path) in BUILDERS or name.count("/") > 1:
@@ -188,7 +184,7 @@ def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
     return f"cannot read the data {name!r}{together}: {line}{encoding}"
 
 
-def data_files(folder: Path, split: str, suffixes: Collection[str]) -> list[str]:
+def data_files(folder: Path, split: str) -> list[str]:
     """Files of a folder that hold the records of a split, sorted.
 
     Hidden files, READMEs and licences are left out. A word in the name of a file or of a folder above it gives its
@@ -197,13 +193,12 @@ def data_files(folder: Path, split: str, suffixes: Collection[str]) -> list[str]
 
     Args:
         split: name of the split; `train[:10%]` counts as `train`.
-        suffixes: suffixes of data files.
     Raises:
         SpeculateError: names give splits, and the requested one is not among them.
     """
     inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    found = [path for path in shown if suffix_of(path) in suffixes and path.name.lower() not in _ABOUT]
+    found = [path for path in shown if suffix_of(path) in BUILDERS and path.name.lower() not in _ABOUT]
     splits = {path: _split_of(path) for path in found}
     if not any(splits.values()):
         return [str(folder / path) for path in found]

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +105,7 @@ def prepare_data(
         features=_FEATURES,
     )
     notes = Counter(note for note in documents["note"] if note)
-    kept = documents.filter(_is_kept, input_columns="note", desc="keeping")
+    kept = documents.select([i for i, note in enumerate(documents["note"]) if not note.startswith(_DROPPED)])
     _report_notes(notes, len(documents), len(kept), name, max_length)
     report = DataReport(
         source=name,
@@ -147,7 +147,7 @@ def _encode_batch(
         long = options.long if options.long != "auto" else "split" if isinstance(example, Plain) else "truncate"
         for document in documents or [Encoded([], [])]:
             _check_ids(document, vocab_size, index)
-            bucket = _bucket(documents[0], options.seed) if documents else 0.0
+            bucket = _bucket(documents[0].input_ids, options.seed) if documents else 0.0
             pieces = [_row(piece, bucket, note, index) for piece, note in _pieces(document, max_length, long)]
             pieces[0]["given"] = len(document.input_ids)
             rows += pieces
@@ -189,18 +189,10 @@ def _check_ids(document: Encoded, vocab_size: int | None, index: int) -> None:
             )
 
 
-def _bucket(document: Encoded, seed: int) -> float:
+def _bucket(input_ids: Sequence[int], seed: int) -> float:
     """A number from 0 to 1 for the content, always the same."""
-    content = np.asarray(document.input_ids, dtype=np.int64).tobytes()
-    return int(_hash(f"{seed} ", content)[:13], 16) / 16**13
-
-
-def _hash(text: str, content: bytes = b"") -> str:
-    return hashlib.sha256(text.encode() + content).hexdigest()
-
-
-def _is_kept(note: str) -> bool:
-    return not note.startswith(_DROPPED)
+    content = np.asarray(input_ids, dtype=np.int64).tobytes()
+    return int(hashlib.sha256(f"{seed} ".encode() + content).hexdigest()[:13], 16) / 16**13
 
 
 def _report_notes(notes: Counter[str], num_documents: int, num_kept: int, name: str, max_length: int) -> None:
@@ -228,9 +220,11 @@ def _listed(notes: Counter[str]) -> str:
 def _split(documents: Dataset, max_length: int, options: DataOptions, report: DataReport) -> PreparedData:
     if not options.eval_fraction:
         return PreparedData(documents, None, max_length, report, options)
-    train, held_out = _sides(documents, options.eval_fraction)
+    train, held_out = _sides(documents, documents["bucket"][:], options.eval_fraction)
     if not (len(train) and len(held_out)) and len(set(documents["record"])) < len(documents):
-        train, held_out = _sides(documents.map(_own_bucket, fn_kwargs={"seed": options.seed}), options.eval_fraction)
+        # Pieces of one document are then on both sides.
+        buckets = [_bucket(piece, options.seed) for piece in documents["input_ids"]]
+        train, held_out = _sides(documents, buckets, options.eval_fraction)
     if not len(train) or not len(held_out):
         raise SpeculateError(
             f"eval_fraction={options.eval_fraction} of {len(documents)} documents leaves {len(train)} for training "
@@ -241,20 +235,7 @@ def _split(documents: Dataset, max_length: int, options: DataOptions, report: Da
     return PreparedData(train, held_out, max_length, report, options)
 
 
-def _sides(documents: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+def _sides(documents: Dataset, buckets: Sequence[float], fraction: float) -> tuple[Dataset, Dataset]:
     """The training documents, and those that are held out."""
-    shared: dict[str, Any] = {"input_columns": "bucket", "fn_kwargs": {"fraction": fraction}}
-    return documents.filter(_in_train, **shared), documents.filter(_in_eval, **shared)
-
-
-def _own_bucket(piece: dict[str, Any], seed: int) -> dict[str, float]:
-    """The bucket of a piece by itself, whatever document it is from."""
-    return {"bucket": _bucket(Encoded(piece["input_ids"], piece["loss_mask"]), seed)}
-
-
-def _in_eval(bucket: float, fraction: float) -> bool:
-    return bucket < fraction
-
-
-def _in_train(bucket: float, fraction: float) -> bool:
-    return bucket >= fraction
+    is_held_out = np.asarray(buckets) < fraction
+    return documents.select(np.flatnonzero(~is_held_out)), documents.select(np.flatnonzero(is_held_out))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint
@@ -74,8 +74,6 @@ class TrainingMethod(nn.Module, ABC):
         name: name of the entry point, `method.name` in recipes.
         head_class: dataclass of a new head's shape.
         options_class: dataclass of the method's options.
-        trains_target: True if an adapter of the target learns too. The target's states then come with a graph, never
-            from a cache, and the adapter's parameters are among those of the method.
 
     Attributes:
         feature_layers: hidden states of the target that `forward` reads, as `Drafter.feature_layers`. The state after
@@ -85,28 +83,11 @@ class TrainingMethod(nn.Module, ABC):
     name: ClassVar[str]
     head_class: ClassVar[type] = NoOptions
     options_class: ClassVar[type] = NoOptions
-    trains_target: ClassVar[bool] = False
     feature_layers: tuple[int, ...] = ()
 
     @classmethod
-    def adapted(cls, target: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
-        """The target with the adapter that is trained; unchanged unless a method overrides this.
-
-        Args:
-            target: the target as loaded.
-            adapter: fields of the adapter, a recipe's `method.adapter`.
-        Raises:
-            RecipeError: an adapter for a method that trains none, none for one that does, or an unknown key of it.
-        """
-        if adapter:
-            raise RecipeError(
-                f"method.adapter is for methods that train the target too; {cls.name} leaves it as it is."
-            )
-        return target
-
-    @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-        """Suggested values for a recipe's section `method`: any of `head`, `options` and `adapter`.
+        """Suggested values for a recipe's section `method`: `head`, `options` or both.
 
         Args:
             config: configuration of the target's text model.
@@ -121,7 +102,7 @@ class TrainingMethod(nn.Module, ABC):
         """The method around a fresh head.
 
         Args:
-            target: the frozen target that `adapted` returned; `hf_speculate.models.unwrap` looks through PEFT.
+            target: the frozen target; `hf_speculate.models.unwrap` looks through PEFT.
             head: an instance of `head_class`.
             options: an instance of `options_class`.
             count_tokens: function that counts tokens for a draft vocabulary, see `choose_vocabulary`. It reads all

@@ -8,7 +8,6 @@ writes head, card, provenance and curves. No training method is named here: each
 from .arguments import HeadTrainingArguments as HeadTrainingArguments
 from .arguments import training_arguments as training_arguments
 from .builder import TrainingRun as TrainingRun
-from .builder import adapted_target as adapted_target
 from .builder import build_method as build_method
 from .defaults import default_choices as default_choices
 from .defaults import recipe_values as recipe_values

@@ -47,7 +47,7 @@ class Parts:
     """Everything that a run trains with.
 
     Attributes:
-        target: the target, with the adapter that the method trains, if any.
+        target: the target.
         tokenizer: the target's tokenizer; None if nothing needs one.
         method: the training method around its head.
         train: training data: `PreparedData`, or rows of the caller's.
@@ -146,7 +146,6 @@ def build(
         suggested: Any = load_method(method).suggested(unwrap(target).config.get_text_config(decoder=True))
         method = MethodSection(name=method, **suggested)
     if isinstance(method, MethodSection):
-        target = adapted_target(method, target)
         method = build_method(method, target, train if isinstance(train, PreparedData) else None)
     return Parts(target, tokenizer, method, train, held_out, evaluation, use)
 
@@ -157,7 +156,7 @@ def arguments_for(target: TargetSection | nn.Module, method: str | MethodSection
         return HeadTrainingArguments(output_dir=f"{type(method).__name__.lower()}-head")
     name = method if isinstance(method, str) else method.name
     config = load_config(target) if isinstance(target, TargetSection) else unwrap(target).config
-    chosen = default_arguments(config.get_text_config(decoder=True), load_method(name).trains_target)
+    chosen = default_arguments(config.get_text_config(decoder=True))
     return HeadTrainingArguments(
         output_dir=f"{Path(name_of(target)).name}-{name}", use_cpu=not torch.accelerator.is_available(), **chosen
     )
@@ -174,21 +173,12 @@ def name_of(target: TargetSection | nn.Module) -> str:
     return name
 
 
-def adapted_target(section: MethodSection, target: nn.Module) -> nn.Module:
-    """The target with the adapter that the method trains, if it trains one.
-
-    Raises:
-        RecipeError: `method.adapter` for a method that leaves the target as it is, or none for one that does not.
-    """
-    return load_method(section.name).adapted(target, section.adapter)
-
-
 def build_method(section: MethodSection, target: nn.Module, data: PreparedData | None) -> TrainingMethod:
     """The method of a recipe around a fresh head, or around a trained one.
 
     Args:
         section: name, head and options.
-        target: the target that `adapted_target` returned.
+        target: the target.
         data: training data, whose tokens choose a draft vocabulary if the head is to have one.
     Raises:
         RecipeError: the method or its head does not have these options.

@@ -66,7 +66,7 @@ def default_choices(target: str, data: str, method: str, output: str | None = No
         Choice("data.chat", has_template, "prompt and completion through the chat template, if the target has one"),
         Choice("method.name", method),
         *_method_choices(config, method),
-        *_training_choices(config, load_method(method).trains_target),
+        *_training_choices(config),
         Choice("evaluation.num_prompts", 16, "decoded at every evaluation; the best checkpoint is kept"),
         Choice("evaluation.max_new_tokens", 64),
         Choice("evaluation.nodes", [16 if small else 59 if large else 31], "of a draft tree"),
@@ -86,14 +86,13 @@ def recipe_values(choices: Iterable[Choice]) -> dict[str, Any]:
     return content
 
 
-def default_arguments(config: PretrainedConfig, trains_target: bool) -> dict[str, Any]:
+def default_arguments(config: PretrainedConfig) -> dict[str, Any]:
     """Default values for `HeadTrainingArguments`, without those about evaluating and saving.
 
     Args:
         config: configuration of the target's text model.
-        trains_target: True for a method that trains the target too, see `TrainingMethod`.
     """
-    values = recipe_values(_training_choices(config, trains_target))["training"]
+    values = recipe_values(_training_choices(config))["training"]
     return {name: value for name, value in values.items() if name not in ("eval_steps", "save_steps")}
 
 
@@ -128,8 +127,8 @@ def _method_choices(config: PretrainedConfig, method: str) -> list[Choice]:
     ]
 
 
-def _training_choices(config: PretrainedConfig, trains_target: bool) -> list[Choice]:
-    if _is_small(config) and not trains_target:  # Muon was not tried on a target's adapter
+def _training_choices(config: PretrainedConfig) -> list[Choice]:
+    if _is_small(config):
         choices = [
             Choice("training.num_train_epochs", 4),
             Choice("training.per_device_train_batch_size", 4, "rows of max_length tokens per step"),

@@ -18,7 +18,7 @@ from hf_speculate_tools.hub import check_upload
 from ..data import RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
-from ..states import feature_bytes, is_foreign
+from ..states import feature_bytes
 from .builder import TrainingRun
 from .recipe import Recipe
 
@@ -44,12 +44,10 @@ def check_services(recipe: Recipe, args: TrainingArguments) -> None:
 def check_run(run: TrainingRun) -> None:
     """Raises `SpeculateError` if the parts of a run do not go together, or its head or evaluation cannot be made."""
     recipe, target, method = run.recipe, unwrap(run.target), run.method
-    is_cached = recipe.features.source == "cache"
-    if method.trains_target and is_cached:
-        raise RecipeError(f"{method.name} trains the target, whose states change: features.source must be online.")
-    if recipe.target.shard and (method.trains_target or is_cached):
-        other = f"method {method.name}, which trains the target" if method.trains_target else "features.source=cache"
-        raise RecipeError(f"target.shard does not go with {other}: processes would run the target unequally often.")
+    if recipe.target.shard and recipe.features.source == "cache":
+        raise RecipeError(
+            "target.shard does not go with features.source=cache: processes would run the target unequally often."
+        )
     try:
         method.check_layout(target, recipe.output.layout)
     except SpeculateError as error:
@@ -84,7 +82,7 @@ def check_disk(run: TrainingRun) -> None:
     folder, target = run.recipe.feature_folder, unwrap(run.target)
     needs = [(str(run.folder), "checkpoints and head", _output_bytes(run.args, target, run.method))]
     rows = run.train_rows() if run.recipe.features.source == "cache" else None
-    if isinstance(rows, RowDataset) and not is_foreign(folder):
+    if isinstance(rows, RowDataset):
         needs.append((folder, "feature cache", feature_bytes(folder, target, run.method.feature_layers, rows)))
     disks: dict[int, list[tuple[str, str, int]]] = {}
     for need in needs:

@@ -14,7 +14,6 @@ Unknown keys are refused, and so are tokens: a recipe is saved with the head and
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
@@ -34,12 +33,11 @@ from ..data import DataOptions
 from ..methods import check_method
 from ..sections import (
     MAX_BYTES,
-    MAX_DEPTH,
     RecipeError,
-    check_plain,
     expand_home,
     field_names,
     parse_yaml,
+    plain_values,
     refuse_unknown,
     validated,
 )
@@ -73,14 +71,12 @@ class MethodSection:
         name: name of an installed method (entry-point group `hf_speculate.training_methods`).
         head: shape of a new head, the fields of the method's `head_class`.
         start_from: folder of a trained head to continue from, instead of `head`.
-        adapter: fields of `peft.LoraConfig`, for methods that train the target too: the LoRA that learns with the head.
         options: options of the method (unrolled steps, weights of the losses, …), the fields of its `options_class`.
     """
 
     name: str
     head: dict[str, Any] = field(default_factory=dict)
     start_from: str | None = None
-    adapter: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -90,8 +86,7 @@ class FeaturesSection:
 
     Attributes:
         source: "online" runs the target in every step; "cache" writes its states to disk once, then reads them.
-        folder: folder of the cache; None for one next to the output. vLLM's files (`hs_0.safetensors`, …) are read,
-            too.
+        folder: folder of the cache; None for one next to the output.
     """
 
     source: Literal["online", "cache"] = "online"
@@ -224,11 +219,10 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def recipe_from(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
     """The recipe of plain values; `overrides` and errors are those of `read_recipe`."""
-    check_plain(content)
-    content = copy.deepcopy(dict(content))
+    content = plain_values(content)
     for override in overrides:
         _override(content, override)
-    check_plain(content)
+    content = plain_values(content)
     _refuse_secrets(content)
     _refuse_unknown_keys(content, Recipe, "")
     recipe = validated(Recipe, content, "the recipe")
@@ -259,7 +253,7 @@ def _override(content: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     shown = text if len(text) <= 100 else f"{text[:80]} ..."
-    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
+    if not equals or not all(keys):
         raise RecipeError(f"cannot read --set {shown!r}: it must be section.key=value.")
     place: Any = content
     for key in keys[:-1]:

@@ -24,7 +24,7 @@ from hf_speculate_tools.check import measure_calibration
 from hf_speculate_tools.hub import CURVES_FILE, card_facts, push_folder, write_card
 
 from ..data import Collator, RowDataset, check_source, content_fingerprint
-from ..states import ForeignFeatures, is_foreign, write_features
+from ..states import write_features
 from ..target import is_sharded
 from .arguments import quiet_replicas, rows_a_step, training_arguments
 from .builder import TrainingRun, build
@@ -109,9 +109,7 @@ def trainer_of(run: TrainingRun, *, cached: bool = True) -> HeadTrainer:
         callbacks=callbacks,
     )
     if cached and run.recipe.features.source == "cache":
-        folder = run.recipe.feature_folder
-        read = ForeignFeatures if is_foreign(folder) else write_features
-        trainer.train_dataset = read(folder, trainer.reader, cast(RowDataset, rows))
+        trainer.train_dataset = write_features(run.recipe.feature_folder, trainer.reader, cast(RowDataset, rows))
     return trainer
 
 
@@ -152,7 +150,6 @@ def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any
     history = list(trainer.state.log_history)  # before the last evaluation, which belongs to no curve
     saved = None
     if leads:  # first of all, since the rest may fail
-        known |= {"adapters": dict(adapter_fingerprints(unwrap(run.target)))}  # the method may have trained one
         known |= {"sessions": sessions, "training": _outcome(trainer, sessions)}
         write_provenance(run.folder, {"status": "running", **known})
         saved = _write_head(run, output)
@@ -218,6 +215,7 @@ def _known(run: TrainingRun) -> dict[str, Any]:
         "recipe": run.recipe.to_dict(),
         "command": sys.argv,
         **(run.use or {}),
+        "adapters": dict(adapter_fingerprints(unwrap(run.target))),
         "data": report,
         "head": {
             "method": run.method.name,

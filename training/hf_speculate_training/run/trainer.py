@@ -116,7 +116,7 @@ class HeadTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.target, self.method, self.evaluation = parts.target, parts.method, parts.evaluation
-        self.reader = TargetReader(self.target, self.method.feature_layers, train_target=self.method.trains_target)
+        self.reader = TargetReader(self.target, self.method.feature_layers)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         self._counts: dict[str, dict[str, int]] = {"train": defaultdict(int), "eval": defaultdict(int)}
 

@@ -1,11 +1,11 @@
 """The target's hidden states on disk: computed once, read in every epoch, without the target's decoder.
 
-A folder holds `cache.json` (what it was made from, the shards and their checksums) and shards of rows,
-`features-00000.safetensors`, whose tensors are the rows one after the other, without padding:
+A folder holds `cache.json` (its `CacheKey`) and shards of rows, `features-00000.safetensors`. Their tensors are the
+rows one after the other, without padding:
 
     input_ids, position_ids, document_ids, loss_mask [T], offsets [R + 1]; last_hidden, features.<layer> [T, H]
 
-A shard appears under its name when it is whole; a run that was stopped resumes with the next one. Rows are computed in
+A shard gets its name when it is whole; a run that was stopped resumes with the next one. Rows are computed in
 batches of `batch_size`; a run that reads the same batches online computes the same states, bit by bit, and one with
 other batches the same up to rounding.
 """
@@ -16,55 +16,68 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from pydantic import PositiveInt
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from hf_speculate.files import user_path
+from hf_speculate.errors import SpeculateError
+from hf_speculate.files import json_writer, read_json, replace_files, user_path
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
 from ..data import Collator, Row, RowDataset, content_fingerprint, documents_fingerprint
+from ..sections import validated
 from ..target import target_fingerprint
-from .cache_index import CacheIndex, CacheKey, FeatureCacheError
 from .target_states import TargetReader
 
 
 logger = get_logger(__name__)
 
+INDEX_FILE = "cache.json"
 # input_ids, position_ids, document_ids (int64), loss_mask (bool)
 _BYTES_OF_ROW_TENSORS = 3 * 8 + 1
 _ROW_TENSORS = ("input_ids", "position_ids", "document_ids", "loss_mask")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The rows of each shard, and their size."""
+class FeatureCacheError(SpeculateError, ValueError):
+    """A cache holds other states than those that were asked for, is unfinished or broken, or the disk is too small."""
 
-    key: CacheKey
-    lengths: Sequence[int]
-    rows_per_shard: int
-    stored: tuple[str, ...]
-    hidden_size: int
+
+@dataclass(frozen=True)
+class CacheKey:
+    """The key of a cache, which is used for nothing else.
+
+    Attributes:
+        target: fingerprint of the model, adapters included.
+        data: fingerprint of the rows, in order.
+        layers: layers of the hidden states.
+        dtype: data type of the files.
+        num_rows: number of rows.
+        rows_per_shard: rows of a file.
+    """
+
+    target: str
+    data: str
+    layers: tuple[int, ...]
+    dtype: str
+    num_rows: PositiveInt
+    rows_per_shard: PositiveInt
 
     @property
     def num_shards(self) -> int:
-        return -(-len(self.lengths) // self.rows_per_shard)
+        return -(-self.num_rows // self.rows_per_shard)
 
     def rows_of(self, shard: int) -> range:
-        return range(shard * self.rows_per_shard, min((shard + 1) * self.rows_per_shard, len(self.lengths)))
-
-    def num_bytes(self, shards: Sequence[int]) -> int:
-        item = torch.empty((), dtype=getattr(torch, self.key.dtype)).element_size()
-        token = len(self.stored) * self.hidden_size * item + _BYTES_OF_ROW_TENSORS
-        return sum(self.lengths[row] for shard in shards for row in self.rows_of(shard)) * token
+        return range(shard * self.rows_per_shard, min((shard + 1) * self.rows_per_shard, self.num_rows))
 
 
 def write_features(
@@ -88,23 +101,25 @@ def write_features(
         batch_size: rows that run together.
         rows_per_shard: rows of a file, best a multiple of `batch_size`.
     Raises:
-        FeatureCacheError: the folder holds states of another target, other data or layers; the disk is too small or got
-            full. Complete shards stay, and a later run resumes after them.
+        FeatureCacheError: the folder holds states of another target, other data or layers, or the disk is too small.
+        CheckpointError: a shard cannot be written. Complete shards stay, and a later run resumes after them.
     """
     path = Path(user_path(folder))
     path.mkdir(parents=True, exist_ok=True)
-    key = cache_key(reader, rows, dtype)
-    rank, _ = _process()
+    key = cache_key(reader, rows, dtype, rows_per_shard)
+    rank, count = _process()
     with _locked(path) if rank == 0 else nullcontext():
-        if rank == 0:
-            CacheIndex.open(path, key, len(rows), rows_per_shard)
+        if rank == 0 and not (path / INDEX_FILE).exists():
+            replace_files(path, {INDEX_FILE: json_writer(asdict(key))})
         _meet()
-        index = CacheIndex.read(path)
-        index.check_key(key)
-        _write_missing(index, reader, rows, batch_size)
-        _meet()
-        if rank == 0:
-            index.gather()
+        _check_key(path, key)
+        missing = [shard for shard in range(key.num_shards) if not (path / _shard_name(shard)).exists()]
+        _meet()  # a shard that is written now would be missing for some processes only
+        if missing:
+            _check_space(path, key, reader.target, rows, missing)
+        for shard in tqdm(missing[rank::count], desc="caching features", unit="shard", disable=rank > 0 or not missing):
+            tensors = _states_of(reader, rows, key, shard, batch_size)
+            replace_files(path, {_shard_name(shard): lambda place, tensors=tensors: save_file(tensors, place)})
         _meet()
     return FeatureCache(path, key)
 
@@ -115,37 +130,24 @@ class FeatureCache(Dataset):
     Args:
         folder: folder of a complete cache.
         key: key that the cache must have; None for any.
-        verify: True compares every shard with its checksum, which reads all of it.
     Raises:
         FeatureCacheError: the folder is not a cache, or one that has another key, is unfinished or broken.
     """
 
-    def __init__(self, folder: str | os.PathLike, key: CacheKey | None = None, *, verify: bool = True):
+    def __init__(self, folder: str | os.PathLike, key: CacheKey | None = None):
         self.folder = Path(user_path(folder))
-        self._index = index = CacheIndex.read(self.folder)
-        if key is not None:
-            index.check_key(key)
-        self.key = index.key
-        missing = [shard for shard in range(index.num_shards) if not index.has(shard)]
-        if missing:
-            raise FeatureCacheError(
-                f"the feature cache {self.folder} is unfinished: {len(missing)} of {index.num_shards} shards are "
-                f"missing (the first: {index.shard_name(missing[0])}). Run write_features again to resume."
-            )
-        if verify:
-            index.verify()
-        self._num_rows, self._rows_per_shard = index.num_rows, index.rows_per_shard
+        self.key = _check_key(self.folder, key)
         self._files: dict[int, Any] = {}
-        for shard in range(index.num_shards):
+        for shard in range(self.key.num_shards):
             self._check_shard(shard)
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.key.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a feature cache of {len(self)} rows.")
-        shard, place = divmod(index % len(self), self._rows_per_shard)
+        shard, place = divmod(index % len(self), self.key.rows_per_shard)
         file = self._file(shard)
         start, end = file.get_slice("offsets")[place : place + 2].tolist()
         row: dict[str, Any] = {name: file.get_slice(name)[start:end] for name in _ROW_TENSORS}
@@ -161,18 +163,20 @@ class FeatureCache(Dataset):
         return row
 
     def _check_shard(self, shard: int) -> None:
-        """Raises `FeatureCacheError` unless a shard holds its rows, which its checksum cannot show."""
-        path, first = self.folder / self._index.shard_name(shard), shard * self._rows_per_shard
-        num_rows = min(self._rows_per_shard, self._num_rows - first)
+        """Raises `FeatureCacheError` unless a shard is whole and holds its rows; reads its header and offsets."""
+        path, num_rows = self.folder / _shard_name(shard), len(self.key.rows_of(shard))
+        if not path.exists():
+            raise FeatureCacheError(
+                f"the feature cache {self.folder} is unfinished: {path.name} is missing. Run write_features again to "
+                "resume."
+            )
         try:
             with safe_open(path, framework="pt") as file:
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-                lengths = {shape[0] if shape else 0 for name, shape in shapes.items() if name != "offsets"}
-                offsets = file.get_tensor("offsets").tolist() if shapes.get("offsets") == (num_rows + 1,) else []
+                offsets = file.get_tensor("offsets")
+                shapes = [file.get_slice(name).get_shape() for name in (*_ROW_TENSORS, "last_hidden")]
         except (SafetensorError, OSError) as error:
-            raise FeatureCacheError(f"cannot read {path}: {error}") from error
-        is_right = lengths == {offsets[-1]} and offsets[0] == 0 and offsets == sorted(offsets) if offsets else False
-        if not is_right or any(name not in shapes for name in (*_ROW_TENSORS, "last_hidden")):
+            raise FeatureCacheError(f"cannot read {path}: {error}. Remove it and run write_features again.") from error
+        if offsets.shape != (num_rows + 1,) or any(shape[:1] != [int(offsets[-1])] for shape in shapes):
             raise FeatureCacheError(f"{path} does not hold {num_rows} rows with states. Remove it and write it again.")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,17 +185,21 @@ class FeatureCache(Dataset):
 
     def _file(self, shard: int) -> Any:
         if shard not in self._files:
-            self._files[shard] = safe_open(self.folder / self._index.shard_name(shard), framework="pt")
+            self._files[shard] = safe_open(self.folder / _shard_name(shard), framework="pt")
         return self._files[shard]
 
 
-def cache_key(reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None = None) -> CacheKey:
+def cache_key(
+    reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None = None, rows_per_shard: int = 64
+) -> CacheKey:
     """The key of the states of `rows` that `reader` computes."""
     return CacheKey(
         target=target_fingerprint(reader.target),
         data=content_fingerprint([documents_fingerprint(rows.documents), rows.rows]),
         layers=tuple(sorted(reader.feature_layers)),
         dtype=str(dtype or reader.target.dtype).removeprefix("torch."),
+        num_rows=len(rows),
+        rows_per_shard=rows_per_shard,
     )
 
 
@@ -199,31 +207,39 @@ def feature_bytes(
     folder: str | os.PathLike, target: GenerativeModel, feature_layers: Sequence[int], rows: RowDataset
 ) -> int:
     """Number of bytes by which a cache in `folder` will still grow; computes no states."""
-    key = CacheKey("", "", tuple(sorted(feature_layers)), str(target.dtype).removeprefix("torch."))
-    plan = _plan(key, target, rows, rows_per_shard=1)
     held = sum(path.stat().st_size for path in Path(user_path(folder)).glob("*") if path.is_file())
-    return max(plan.num_bytes(range(plan.num_shards)) - held, 0)
+    return max(sum(rows.lengths) * _token_bytes(target, feature_layers, target.dtype) - held, 0)
 
 
-def _plan(key: CacheKey, target: GenerativeModel, rows: RowDataset, rows_per_shard: int) -> _Plan:
-    config = target.config.get_text_config(decoder=True)
-    # The state after the final norm is `last_hidden`: not kept twice.
-    stored = ("last_hidden", *(f"features.{layer}" for layer in key.layers if layer != config.num_hidden_layers))
-    lengths = [rows.row_length(row) for row in range(len(rows))]
-    return _Plan(key, lengths, rows_per_shard, stored, config.hidden_size)
+def _check_key(folder: Path, key: CacheKey | None) -> CacheKey:
+    """The key of the cache in `folder`; raises `FeatureCacheError` if there is none, or another one than `key`."""
+    try:
+        found = validated(CacheKey, read_json(folder / INDEX_FILE), INDEX_FILE)
+    except SpeculateError as error:
+        raise FeatureCacheError(f"{folder} does not hold a feature cache: {error} Give another folder.") from error
+    asked, there = asdict(key or found), asdict(found)
+    different = [f"{name} {there[name]!r}, not {asked[name]!r}" for name in asked if there[name] != asked[name]]
+    if different:
+        raise FeatureCacheError(
+            f"the feature cache {folder} holds other states than those asked for: it has {'; '.join(different)}. Give "
+            "another folder, or remove this one."
+        )
+    return found
 
 
-def _write_missing(index: CacheIndex, reader: TargetReader, rows: RowDataset, batch_size: int) -> None:
-    """Writes this process' share of the missing shards."""
-    plan = _plan(index.key, reader.target, rows, index.rows_per_shard)
-    missing = [shard for shard in range(plan.num_shards) if not index.has(shard)]
-    if not missing:
-        return
-    rank, count = _process()
-    _check_space(index.folder, plan, missing)
-    writer = index if count == 1 else index.of_process(rank)
-    for shard in tqdm(missing[rank::count], desc="caching features", unit="shard", disable=True if rank else None):
-        writer.add(shard, _states_of(reader, rows, plan, shard, batch_size))
+def _shard_name(shard: int) -> str:
+    return f"features-{shard:05d}.safetensors"
+
+
+def _stored(target: GenerativeModel, layers: Sequence[int]) -> list[str]:
+    """Names of the states in a shard. The state after the final norm is `last_hidden`: not kept twice."""
+    last = target.config.get_text_config(decoder=True).num_hidden_layers
+    return ["last_hidden", *(f"features.{layer}" for layer in layers if layer != last)]
+
+
+def _token_bytes(target: GenerativeModel, layers: Sequence[int], dtype: torch.dtype) -> int:
+    hidden_size = target.config.get_text_config(decoder=True).hidden_size
+    return len(_stored(target, layers)) * hidden_size * dtype.itemsize + _BYTES_OF_ROW_TENSORS
 
 
 def _process() -> tuple[int, int]:
@@ -239,11 +255,12 @@ def _meet() -> None:
         distributed.barrier()
 
 
-def _check_space(path: Path, plan: _Plan, missing: Sequence[int]) -> None:
-    needed, free = plan.num_bytes(missing), shutil.disk_usage(path).free
-    total = plan.num_bytes(range(plan.num_shards))
+def _check_space(path: Path, key: CacheKey, target: GenerativeModel, rows: RowDataset, missing: Sequence[int]) -> None:
+    token, free = _token_bytes(target, key.layers, getattr(torch, key.dtype)), shutil.disk_usage(path).free
+    tokens = sum(rows.lengths)
+    needed = token * sum(rows.row_length(row) for shard in missing for row in key.rows_of(shard))
     logger.warning(
-        f"caching the target's states of {len(plan.lengths)} rows, {sum(plan.lengths)} tokens: {_size(total)} in "
+        f"caching the target's states of {len(rows)} rows, {tokens} tokens: {_size(token * tokens)} in "
         f"{path} ({_size(needed)} to be written, {_size(free)} free)."
     )
     if needed > free:
@@ -253,10 +270,11 @@ def _check_space(path: Path, plan: _Plan, missing: Sequence[int]) -> None:
         )
 
 
-def _states_of(reader: TargetReader, rows: RowDataset, plan: _Plan, shard: int, batch_size: int) -> dict[str, Tensor]:
+def _states_of(reader: TargetReader, rows: RowDataset, key: CacheKey, shard: int, batch_size: int) -> dict[str, Tensor]:
     """The tensors of a shard."""
-    numbers, collate, dtype = plan.rows_of(shard), Collator(), getattr(torch, plan.key.dtype)
-    parts: dict[str, list[Tensor]] = {name: [] for name in (*_ROW_TENSORS, *plan.stored)}
+    numbers, collate, dtype = key.rows_of(shard), Collator(), getattr(torch, key.dtype)
+    stored = _stored(reader.target, key.layers)
+    parts: dict[str, list[Tensor]] = {name: [] for name in (*_ROW_TENSORS, *stored)}
     offsets = [0]
     for start in range(0, len(numbers), batch_size):
         batch_rows: list[Row] = [rows[number] for number in numbers[start : start + batch_size]]
@@ -268,7 +286,7 @@ def _states_of(reader: TargetReader, rows: RowDataset, plan: _Plan, shard: int, 
             offsets.append(offsets[-1] + length)
             for name in _ROW_TENSORS:
                 parts[name].append(row[name])
-            for name in plan.stored:
+            for name in stored:
                 parts[name].append(named[name][place, :length].to(device="cpu", dtype=dtype))
     tensors = {name: torch.cat(values).contiguous() for name, values in parts.items()}
     return tensors | {"offsets": torch.tensor(offsets)}

@@ -43,7 +43,6 @@ class TargetReader:
     Args:
         target: the model, with its PEFT adapters and quantised weights.
         feature_layers: layers as in `Drafter.feature_layers`.
-        train_target: True keeps the graph, for methods that train the target's adapters too.
 
     Attributes:
         mask: "positions" if the model itself keeps packed documents apart by their position ids, "explicit" if it needs
@@ -54,12 +53,11 @@ class TargetReader:
             state (soft caps, scales), which a head with that matrix would miss; packed documents see each other.
     """
 
-    def __init__(self, target: nn.Module, feature_layers: Sequence[int], *, train_target: bool = False):
+    def __init__(self, target: nn.Module, feature_layers: Sequence[int]):
         if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
             raise TargetMismatchError("prompt-learning adapters add tokens of their own; LoRA and its kin can be used.")
         self.target: GenerativeModel = unwrap(target)
         self.feature_layers = tuple(feature_layers)
-        self.train_target = train_target
         self.mask = "positions"
         self._check_layers()
         with torch.no_grad(), tree_backends(self.target.device):
@@ -72,8 +70,6 @@ class TargetReader:
             features = batch["features"]
             return TargetStates({layer: features[layer] for layer in self.feature_layers}, batch["last_hidden"])
         mask = self._explicit_mask(batch["document_ids"]) if self.mask == "explicit" else None
-        if self.train_target:
-            return self._run(batch["input_ids"], batch["position_ids"], mask)
         with torch.no_grad():
             return self._run(batch["input_ids"], batch["position_ids"], mask)
 
