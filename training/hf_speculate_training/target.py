@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
     Raises:
         SpeculateError: it cannot be had; in one line.
     """
-    section = replace(section, path=target_path(section.path))
+    section = _located(section)
     with _errors_in_a_line(f"load the target {section.path!r}"):
         model = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)
         if section.adapter:
@@ -88,7 +89,7 @@ def load_target(section: TargetSection, device: torch.device) -> nn.Module:
 
 def load_config(section: TargetSection) -> PretrainedConfig:
     """The target's configuration, without its weights; raises `SpeculateError` in one line."""
-    section = replace(section, path=target_path(section.path))
+    section = _located(section)
     with _errors_in_a_line(f"read the config of the target {section.path!r}"):
         if _is_packed(section):
             return plan_model(read_model_file(_gguf_file(section))).config
@@ -98,7 +99,7 @@ def load_config(section: TargetSection) -> PretrainedConfig:
 
 def load_tokenizer(section: TargetSection) -> Any:
     """The target's tokenizer; raises `SpeculateError` in one line."""
-    section = replace(section, path=target_path(section.path))
+    section = _located(section)
     name = section.tokenizer or section.path
     with _errors_in_a_line(f"load the tokenizer of {name!r}"):
         if section.tokenizer is not None:
@@ -107,6 +108,14 @@ def load_tokenizer(section: TargetSection) -> Any:
             return read_tokenizer(read_model_file(_gguf_file(section)))
         options = {"gguf_file": section.gguf_file} if section.gguf_file else {}
         return AutoTokenizer.from_pretrained(name, revision=section.revision, **options)
+
+
+def _located(section: TargetSection) -> TargetSection:
+    """The section with the path on this machine; raises `SpeculateError` for a revision of what is no repository."""
+    path = target_path(section.path)
+    if section.revision and os.path.exists(path):
+        raise SpeculateError(f"a revision ({section.revision!r}) needs a target on the Hub; {path} is on this machine.")
+    return replace(section, path=path)
 
 
 @contextmanager

@@ -130,6 +130,12 @@ def test_a_target_that_is_not_there(recipe_values):
         prepare(recipe_from(recipe_values))
 
 
+def test_a_revision_of_a_folder_is_refused(recipe_values):
+    recipe_values["target"]["revision"] = "main"
+    with pytest.raises(SpeculateError, match=r"a revision \('main'\) needs a target on the Hub; .* is on this machine"):
+        prepare(recipe_from(recipe_values))
+
+
 def test_prompts_that_fill_the_context_are_refused(recipe_values):
     recipe_values["evaluation"]["max_new_tokens"] = 252
     with pytest.raises(SpeculateError, match="leaves room for 252 new tokens"):

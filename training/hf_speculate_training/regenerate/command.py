@@ -94,7 +94,9 @@ def regenerate_command(
     config: Annotated[
         str | None, typer.Option(help="Configuration of a Hub dataset (default: the dataset's own).")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision of the target (default: the newest).")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Revision of the target on the Hub (default: the newest).")
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="Load this PEFT adapter into the target (default: none).")] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Dtype of the target; auto is the checkpoint's.")] = "auto",
     quantization: Annotated[
