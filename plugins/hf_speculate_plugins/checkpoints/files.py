@@ -8,13 +8,11 @@ that everything made of its shape fits in memory as the file does. A folder beco
 from __future__ import annotations
 
 import os
-import pickle
-import pickletools
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -41,9 +39,6 @@ _GGUF = ".gguf"
 
 # Times that the bytes of one storage may be shown: heads share an output matrix, and there are not many heads.
 _MAX_SHARING = 16
-
-# Pickles in front of the bytes of files that are not a zip: their writer, the dictionary, and names of its storages.
-_LEGACY_PICKLES = 5
 
 Loader = Callable[[], Tensor]
 
@@ -190,67 +185,37 @@ def listed(names: Sequence[str], limit: int = 12) -> str:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turns everything that the libraries raise for a file into an error about the file."""
+    """Turns everything that safetensors raises for a file into an error about the file."""
     try:
         yield
     except SpeculateError:
         raise
-    except pickle.UnpicklingError as error:
-        raise _refused(path) from error
     except Exception as error:
         raise CheckpointError(f"cannot read {path}, it may be truncated: {error}") from error
 
 
-def _refused(path: str) -> CheckpointError:
-    return CheckpointError(
-        f"refused to load {path}: it is a pickle that holds more than tensors (it may run code), or it is broken. "
-        "Convert it to safetensors if you trust it."
-    )
-
-
 def _load_pickle(path: str, device: str = "cpu") -> dict[str, Tensor]:
-    with open_regular(path) as file:
-        is_zip = zipfile.is_zipfile(file)
-        file.seek(0)
-        with _reading(path):
-            _check_zip(path, file) if is_zip else _check_pickle(path, file, _LEGACY_PICKLES)
-    with _reading(path):
+    try:
+        with open_regular(path) as file:
+            is_zip = zipfile.is_zipfile(file)
+            size = sum(entry.file_size for entry in zipfile.ZipFile(file).infolist()) if is_zip else 0
+            if size > os.fstat(file.fileno()).st_size:  # torch compresses nothing
+                raise CheckpointError(f"refused to load {path}: unpacked it is larger than the file.")
         # Memory mapping works for the zip format only, which all but very old files have.
         content = torch.load(path, map_location=device, weights_only=True, mmap=is_zip and device == "cpu")
+    except SpeculateError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"refused to load {path}: it is a pickle that holds more than tensors (it may run code), or it is broken. "
+            "Convert it to safetensors if you trust it."
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} does not hold a plain dictionary of tensors.")
     if not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{path} holds tensors whose names are not strings.")
     _check_storages(path, content)
     return content
-
-
-def _check_zip(path: str, file: BinaryIO) -> None:
-    """Refuses entries that are larger unpacked than in the file: torch compresses nothing."""
-    with zipfile.ZipFile(file) as archive:
-        entries, size = archive.infolist(), os.fstat(file.fileno()).st_size
-        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
-            raise CheckpointError(f"refused to load {path}: its entries are compressed, or larger than the file.")
-        for entry in entries:
-            if entry.filename.endswith("data.pkl"):
-                with archive.open(entry) as pickled:
-                    _check_pickle(path, pickled)
-
-
-def _check_pickle(path: str, file: Any, count: int = 1) -> None:
-    """Refuses pickles of other things than tensors. Torch allows more, a `bytearray` of any length among it.
-
-    Args:
-        count: number of pickles in a row.
-    """
-    try:
-        for _ in range(count):
-            for operation, argument, _ in pickletools.genops(file):
-                is_global = operation.name in ("GLOBAL", "STACK_GLOBAL")
-                if is_global and not str(argument).startswith(("torch", "collections ")):
-                    raise _refused(path)
-    except ValueError as error:  # no pickle
-        raise error if isinstance(error, SpeculateError) else _refused(path) from error
 
 
 def _check_storages(path: str, tensors: Mapping[str, Tensor]) -> None:

@@ -242,21 +242,6 @@ def test_tensors_that_are_no_weights_are_refused(write, name, change, message, t
     refused(message)
 
 
-class _Bytes:
-    def __reduce__(self):
-        return bytearray, (3 * 10**10,)
-
-
-def test_a_pickle_that_makes_objects_of_any_size_is_refused(tmp_path, refused, monkeypatch):
-    """Torch's own check of pickles lets a `bytearray` of any length be made."""
-    write_medusa(tmp_path / "head")
-    torch.save({"0.0.linear.weight": _Bytes()}, tmp_path / "head" / "medusa_lm_head.pt")
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("it was loaded"))
-    refused("refused to load")
-    torch.save({"a": _Bytes()}, tmp_path / "head" / "medusa_lm_head.pt", _use_new_zipfile_serialization=False)
-    refused("refused to load")
-
-
 def test_files_of_weights_in_the_old_format_are_read(tmp_path, tiny_model):
     write_medusa(tmp_path / "head")
     tensors = read_weights(tmp_path / "head")
@@ -270,7 +255,7 @@ def test_a_compressed_pickle_is_refused(tmp_path, refused):
     write_medusa(tmp_path / "head")
     with zipfile.ZipFile(weights_of(tmp_path / "head"), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02X\x00\x00\x01\x00" + b"0" * (1 << 20))
-    refused("entries are compressed")
+    refused("unpacked it is larger than the file")
 
 
 @pytest.mark.parametrize(
