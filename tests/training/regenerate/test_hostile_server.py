@@ -12,7 +12,6 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 from hf_speculate_training.regenerate import Planner, RegenerateOptions, write_answers
-from hf_speculate_training.regenerate import connection as connection_module
 from hf_speculate_training.regenerate.answers import Job
 from hf_speculate_training.regenerate.connection import Connection, ServerError
 from hf_speculate_training.regenerate.journal import Journal
@@ -141,15 +140,9 @@ def test_a_server_that_drips_is_given_up(server, tmp_path, mishap):
     """Every byte comes soon after the one before; only the whole takes too long. It drips for three seconds."""
     server.mishaps = [mishap] * 2
     began = time.monotonic()
-    with pytest.raises(ServerError, match=r"no answer in 2 attempts \(ReadTimeout: no whole answer within 0.4 s\)"):
-        run(server, tmp_path / "out.jsonl", timeout=0.4)
+    with pytest.raises(ServerError, match=r"no answer in 2 attempts \(no whole answer within 0.4 s\)"):
+        run(server, tmp_path / "out.jsonl", timeout=0.2)
     assert time.monotonic() - began < 2.5
-
-
-def test_an_answer_of_too_many_bytes_is_given_up(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(connection_module, "_MAX_BYTES", 100)
-    with pytest.raises(ServerError, match="ReadError: an answer of more than"):
-        run(server, tmp_path / "out.jsonl")
 
 
 def test_nobody_waits_for_a_server_that_hangs_once_writing_has_failed(server, tmp_path, monkeypatch):

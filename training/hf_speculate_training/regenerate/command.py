@@ -122,7 +122,7 @@ def regenerate_command(
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Send this many requests to the server at once.")] = 32,
     request_timeout: Annotated[
-        float, typer.Option(min=1, help="Wait this many seconds for a complete answer of the server.")
+        float, typer.Option(min=1, help="End an attempt after this many seconds without a byte of the answer.")
     ] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="Retry a failed request (or Ray batch) this many times.")] = 5,
     actors: Annotated[

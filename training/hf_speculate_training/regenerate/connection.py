@@ -1,7 +1,7 @@
 """Requests to a server that may be busy, restart, cut the line, or never come to an end; and its answers, by a schema.
 
 The client is OpenAI's own. It knows which requests can be tried again, and waits longer each time, or as long as the
-server asks. It bounds only the time between two bytes; this module adds a limit for the whole answer.
+server asks. It bounds the time between two bytes; all attempts of a request together have one total time.
 
 Answers have OpenAI's form. A field that is used has its type, or the answer is refused: numbers are not texts, booleans
 not token ids, and a text holds no lone surrogates. Fields that are not used may hold anything.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import reprlib
 from contextlib import ExitStack
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,11 +22,6 @@ from hf_speculate.messages import MASK
 
 
 KEY_VARIABLE = "HF_SPECULATE_SERVER_KEY"
-
-_MAX_BYTES = 64 << 20  # of a reply; 100,000 tokens with their text are about one megabyte
-
-# Headers about the transfer: they are not true any more of a reply that was read and decoded.
-_OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -52,7 +46,8 @@ class Connection:
 
     Args:
         url: address of the server, with or without `/v1`.
-        timeout: seconds for a whole answer, from the first byte sent to the last one read.
+        timeout: seconds without a byte after which an attempt ends. All attempts together have `retries + 1` times as
+            long, pauses included.
         retries: number of times that a request is tried again that got no answer or a broken one, was put off (408,
             409, 429), or failed there (5xx).
     """
@@ -66,12 +61,9 @@ class Connection:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ServerError(f"{url!r} is not the address of a server, e.g. http://localhost:8000.")
-        self._retries = retries
+        self._retries, self._total = retries, timeout * (retries + 1)
         key = os.environ.get(KEY_VARIABLE, "none")
-        http_client, self._reply_class = _bounded_client(timeout)
-        self._client = AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key=key, timeout=timeout, max_retries=retries, http_client=http_client
-        )
+        self._client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=timeout, max_retries=retries)
         self._is_closed, self._open = False, ExitStack()
         self._portal = self._open.enter_context(start_blocking_portal(name="server"))
 
@@ -106,11 +98,12 @@ class Connection:
             self._open.close()
 
     def _asked(self, method: str, path: str, form: type[Reply], **given: Any) -> Reply:
+        from anyio import fail_after
         from openai import APIConnectionError, APIStatusError
 
         async def request() -> bytes:
-            reply = await getattr(self._client, method)(path, cast_to=self._reply_class, **given)
-            return reply.content
+            with fail_after(self._total):
+                return await getattr(self._client, method)(path, cast_to=bytes, **given)
 
         problem: str = ""
         for _ in range(self._retries + 1):
@@ -121,6 +114,8 @@ class Connection:
             except APIConnectionError as error:
                 cause = error.__cause__ or error
                 raise self._silent(path, f"{type(cause).__name__}: {cause}".rstrip(": ")) from error
+            except TimeoutError as error:
+                raise self._silent(path, f"no whole answer within {self._total:g} s") from error
             except ValidationError as error:
                 problem = first_fault(error)
                 if not is_cut(error):
@@ -135,38 +130,6 @@ class Connection:
 
     def _silent(self, path: str, problem: str) -> ServerError:
         return ServerError(f"{self.url}/v1{path} gave no answer in {self._retries + 1} attempts ({problem}).")
-
-
-def _bounded_client(timeout: float) -> tuple[Any, type[Any]]:
-    """An HTTP client that gives up replies that take too long or grow too large; and the class of its replies."""
-    from anyio import fail_after
-    from openai import DefaultAsyncHttpxClient
-
-    _, base, *_ = DefaultAsyncHttpxClient.__mro__
-    httpx: Any = import_module(base.__module__.partition(".")[0])  # or httpx2, which newer clients bring
-
-    class Bounded(DefaultAsyncHttpxClient):
-        async def send(self, request: Any, **options: Any) -> Any:
-            try:
-                with fail_after(timeout):
-                    return await self._whole(request, **(options | {"stream": True}))
-            except TimeoutError as error:
-                raise httpx.ReadTimeout(f"no whole answer within {timeout:g} s", request=request) from error
-
-        async def _whole(self, request: Any, **options: Any) -> Any:
-            reply = await super().send(request, **options)
-            content = bytearray()
-            try:
-                async for piece in reply.aiter_bytes():
-                    content += piece
-                    if len(content) > _MAX_BYTES:
-                        raise httpx.ReadError(f"an answer of more than {_MAX_BYTES >> 20} MB", request=request)
-            finally:
-                await reply.aclose()
-            headers = [(name, value) for name, value in reply.headers.items() if name not in _OF_TRANSFER]
-            return httpx.Response(reply.status_code, headers=headers, content=bytes(content), request=reply.request)
-
-    return Bounded(), httpx.Response
 
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
