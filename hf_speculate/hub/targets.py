@@ -146,7 +146,7 @@ def _check_sizes(folder: str, identity: Mapping[str, Any], target: GenerativeMod
     for name in _SIZES:
         trained, now = identity.get(name), getattr(config, name)
         may_grow = name == "vocab_size"  # by added tokens; the drafter's `check_target` names them
-        if isinstance(trained, int) and (trained > now if may_grow else trained != now):
+        if isinstance(trained, int) and (not 0 < trained <= now if may_grow else trained != now):
             raise TargetMismatchError(
                 f"the head {folder} was trained for a target of {name} {trained} ({PROVENANCE_FILE}), but this "
                 f"{type(target).__name__} has {now}."
