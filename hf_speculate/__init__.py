@@ -16,12 +16,12 @@ try:
     from .generation import install as install
     from .generation import uninstall as uninstall
     from .messages import install_handler
-    from .registry import installed_drafters as installed_drafters
     from .speculator import AutoSpeculator as AutoSpeculator
     from .speculator import Speculator as Speculator
     from .speculator import attach as attach
     from .speculator import attached as attached
     from .speculator import detach as detach
+    from .speculator import installed_drafters as installed_drafters
     from .speculator import speculators as speculators
     from .stats import SpeculationStats as SpeculationStats
     from .streaming import rounds as rounds

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from .errors import SpeculateError, UnsupportedRequestError
-from .hub import local_folder
+from .speculator import local_folder
 
 
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import hf_speculate
 from hf_speculate import AutoSpeculator
-from hf_speculate.hub import local_folder
+from hf_speculate.speculator import local_folder
 from hf_speculate_gguf import find_file, load_model, read_header
 from hf_speculate_plugins.checkpoints import TargetFiles
 from hf_speculate_plugins.suffix import SuffixStore

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.plots import _ACCEPTED, _OWN, _REJECTED, plot_rounds, plot_tree
 from hf_speculate.tree import DraftTree, Round
+from hf_speculate_tools.plots import _ACCEPTED, _OWN, _REJECTED, plot_rounds, plot_tree
 
 
 pytestmark = pytest.mark.rest

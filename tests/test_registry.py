@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_speculate.errors import DrafterNotFoundError, SpeculateError
-from hf_speculate.registry import GROUP, SpeculatorSpec, installed_drafters, load_drafter
+from hf_speculate.speculator.registry import GROUP, SpeculatorSpec, installed_drafters, load_drafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from .support.entry_points import replaced_entry_points
@@ -66,7 +66,7 @@ def test_the_same_entry_point_seen_twice_is_one_drafter(install):
     assert list(installed_drafters()) == ["mine"]
 
 
-@pytest.mark.parametrize("value", ["hf_speculate.tree:DraftTree", "hf_speculate.registry:load_drafter"])
+@pytest.mark.parametrize("value", ["hf_speculate.tree:DraftTree", "hf_speculate.speculator.registry:load_drafter"])
 def test_an_entry_point_that_is_no_drafter_class_is_refused(install, value):
     install(("odd", value))
     with pytest.raises(SpeculateError, match=r"entry point 'odd' .* not a Drafter class"):

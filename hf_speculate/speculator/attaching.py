@@ -12,7 +12,7 @@ from ..drafting import Drafter
 from ..errors import SpeculateError
 from ..files import folder_state, user_path
 from ..models import GenerativeModel, held_model
-from ..registry import SpeculatorSpec, installed_drafters, joined_sources
+from .registry import SpeculatorSpec, installed_drafters, joined_sources
 from .speculator import Speculator, make_speculator, refuse_model
 
 

@@ -17,12 +17,13 @@ from transformers import LogitsProcessorList
 from ..drafting import CalibrationTable, Drafter
 from ..errors import OptionError
 from ..files import user_path
-from ..hub import check_origin, drafter_class_for, local_folder
 from ..messages import get_logger
 from ..models import GenerativeModel, unwrap
-from ..registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
 from ..stats import SpeculationStats
 from .options import EngineOptions
+from .registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
+from .repositories import drafter_class_for, local_folder
+from .targets import check_origin
 
 
 logger = get_logger(__name__)

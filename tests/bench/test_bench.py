@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, CompileConfig, GenerationMixin
 
 from hf_speculate import SpeculateError
 from hf_speculate.cache import CACHE_NAME
-from hf_speculate.registry import SpeculatorSpec
+from hf_speculate.speculator.registry import SpeculatorSpec
 from hf_speculate_tools.bench import GenerateSettings, bench_generate, methods
 from hf_speculate_tools.bench.workload import WorkloadSettings, load_workload
 from hf_speculate_tools.commands import Prompt, read_prompts, tokenize

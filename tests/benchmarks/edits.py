@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.registry import SpeculatorSpec
+from hf_speculate.speculator.registry import SpeculatorSpec
 from hf_speculate_tools.bench.acceptance import figures
 from hf_speculate_tools.bench.methods import speculator_methods
 from hf_speculate_tools.bench.runs import batches, fixed_length, generate_once

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from hf_speculate.registry import installed_drafters, load_drafter
 from hf_speculate.speculator import EngineOptions
+from hf_speculate.speculator.registry import installed_drafters, load_drafter
 from hf_speculate_tools.cli import app
 
 from .pages import PAGES, REPOSITORY, blocks, spans

@@ -12,8 +12,8 @@ import torch
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.hub import describe_identity, head_record
-from hf_speculate.hub.targets import _model_name
+from hf_speculate.speculator import describe_identity, head_record
+from hf_speculate.speculator.targets import _model_name
 from hf_speculate.stats import HeadRecord
 from hf_speculate_gguf import load_model
 

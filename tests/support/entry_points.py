@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hf_speculate import registry
+from hf_speculate.speculator import registry
 
 from .paths import REPOSITORY
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.hub import check_stated_name
 from hf_speculate.models import GenerativeModel
+from hf_speculate.speculator import check_stated_name
 
 from .accounting import num_indexed
 from .config import ConfigValues, refuse_switches

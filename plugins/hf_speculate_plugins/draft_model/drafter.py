@@ -14,10 +14,9 @@ from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.hub import local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import compare_weights, sample_weights, supported_shape
-from hf_speculate.speculator import read_options
+from hf_speculate.speculator import local_folder, read_options
 from hf_speculate.stats import Advice
 
 from ..checkpoints import ConfigValues, checkpoint_files, listed, read_config, tensor_shapes

@@ -11,9 +11,8 @@ from torch import Tensor
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.hub import local_folder
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import read_options
+from hf_speculate.speculator import local_folder, read_options
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
 from .compiled import problem_with_head

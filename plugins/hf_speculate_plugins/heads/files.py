@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer, output_rows
+from hf_speculate.speculator import check_head_vocabulary
 
 from ..checkpoints import (
     Checkpoint,

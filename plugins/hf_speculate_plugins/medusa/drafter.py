@@ -16,10 +16,9 @@ import torch
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.hub import check_head_vocabulary
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import weight_device
-from hf_speculate.speculator import read_options
+from hf_speculate.speculator import check_head_vocabulary, read_options
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hf_speculate.registry import SpeculatorSpec
+from hf_speculate.speculator import SpeculatorSpec
 from hf_speculate.stats import SpeculationStats
 
 from ..commands import (

@@ -11,8 +11,7 @@ import typer
 
 from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
-from hf_speculate.registry import SpeculatorSpec
-from hf_speculate.speculator import Speculator
+from hf_speculate.speculator import Speculator, SpeculatorSpec
 from hf_speculate.testing import EmptyDrafter, RandomDrafter
 
 from ..commands import (

@@ -12,8 +12,7 @@ from transformers import CompileConfig, PreTrainedModel
 from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.registry import SpeculatorSpec
-from hf_speculate.speculator import Speculator
+from hf_speculate.speculator import Speculator, SpeculatorSpec
 from hf_speculate.testing import ScriptedDrafter
 
 from ..commands import make_spec, neutralize

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.registry import SpeculatorSpec
+from hf_speculate.speculator import SpeculatorSpec
 
 from ..commands import (
     Category,

@@ -12,8 +12,7 @@ import typer
 from rich.table import Table
 
 from hf_speculate.errors import first_line
-from hf_speculate.registry import load_drafter
-from hf_speculate.speculator import EngineOptions
+from hf_speculate.speculator import EngineOptions, load_drafter
 
 from ..bench import app as bench_app
 from ..commands import JsonOnly, console, drafter_list, environment, say, say_json

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from hf_speculate.errors import SpeculateError, UnsupportedRequestError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.registry import SpeculatorSpec
 from hf_speculate.scoring import backends_in_use, supported_shape
+from hf_speculate.speculator import SpeculatorSpec
 from hf_speculate.stats import SpeculationStats
 
 from ..bench import (

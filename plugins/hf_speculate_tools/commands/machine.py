@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.registry import installed_drafters
 from hf_speculate.scoring import backends_in_use
+from hf_speculate.speculator import installed_drafters
 
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")

@@ -22,8 +22,7 @@ from transformers import (
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
 from hf_speculate.models import NAMED_TARGETS, GenerativeModel, named_file
-from hf_speculate.registry import SpeculatorSpec
-from hf_speculate.speculator import Speculator, make_speculator
+from hf_speculate.speculator import Speculator, SpeculatorSpec, make_speculator
 
 from .machine import find_dtype
 

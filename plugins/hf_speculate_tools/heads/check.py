@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hf_speculate.errors import CheckpointError, SpeculateError, first_line
 from hf_speculate.files import user_path
-from hf_speculate.hub import drafter_class_for, head_record, local_folder
 from hf_speculate.models import NAMED_TARGETS, GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
+from hf_speculate.speculator import drafter_class_for, head_record, local_folder
 from hf_speculate_tools.commands import (
     Device,
     JsonOnly,

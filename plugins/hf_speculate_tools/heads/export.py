@@ -17,10 +17,9 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.hub import drafter_class_for, local_folder
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
-from hf_speculate.speculator import AutoSpeculator, Speculator
+from hf_speculate.speculator import AutoSpeculator, Speculator, drafter_class_for, local_folder
 from hf_speculate_plugins.block import BlockDrafter
 from hf_speculate_plugins.checkpoints import GGUF_FILE, LoadedTarget
 from hf_speculate_tools.commands import (

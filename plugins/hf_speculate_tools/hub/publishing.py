@@ -20,8 +20,8 @@ from huggingface_hub.utils import yaml_dump
 from hf_speculate.drafting import CALIBRATION_FILE, SavedHead
 from hf_speculate.errors import CheckpointError, SpeculateError, UploadError
 from hf_speculate.files import json_writer, own_file, read_json, replace_files, section, user_path
-from hf_speculate.hub import PROVENANCE_FILE, drafter_class_for, read_provenance
 from hf_speculate.messages import get_logger, has_secret
+from hf_speculate.speculator import PROVENANCE_FILE, drafter_class_for, read_provenance
 
 from .card import CARD_FILE, has_custom_generate, rename_card, write_card, write_custom_generate
 from .public import public_provenance

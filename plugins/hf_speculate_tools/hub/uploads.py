@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_speculate.errors import CheckpointError, UploadError, first_line
-from hf_speculate.hub import WEIGHTS
+from hf_speculate.speculator import WEIGHTS
 
 from .card import CARD_FILE, is_generated
 

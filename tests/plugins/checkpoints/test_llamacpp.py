@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, SpeculateError
-from hf_speculate.hub import local_folder, repositories
+from hf_speculate.speculator import local_folder, repositories
 from hf_speculate_gguf import WRITTEN_ROPE, TensorRows, read_header, read_values, write_gguf
 from hf_speculate_gguf.native import PackedLinear, has_kernel
 from hf_speculate_plugins.block import BlockFiles

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.hub.repositories import drafter_class_for
+from hf_speculate.speculator.repositories import drafter_class_for
 from hf_speculate_plugins.checkpoints import ConfigValues
 from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions
 from hf_speculate_plugins.eagle.loading import _rope

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.models import GenerativeModel
-from hf_speculate.registry import find_installed, load_installed, unknown_name_message
+from hf_speculate.speculator import find_installed, load_installed, unknown_name_message
 
 from ..data import Batch
 from ..sections import RecipeError

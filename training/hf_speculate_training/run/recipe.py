@@ -26,7 +26,7 @@ import yaml
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import read_bytes, user_path
 from hf_speculate.messages import find_secret
-from hf_speculate.registry import unknown_name_message
+from hf_speculate.speculator import unknown_name_message
 from hf_speculate_tools.hub import public_recipe
 
 from ..data import DataOptions

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .errors import SpeculateError
-from .tree import Round
+from hf_speculate.errors import SpeculateError
+from hf_speculate.tree import Round
 
 
 if TYPE_CHECKING:

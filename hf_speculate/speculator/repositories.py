@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 
 from ..errors import CheckpointError, DrafterNotFoundError, first_line
 from ..files import file_names, read_json, user_path
-from ..registry import installed_drafters, load_drafter, unknown_drafter_message
+from .registry import installed_drafters, load_drafter, unknown_drafter_message
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")

@@ -17,9 +17,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .drafting import Drafter
-from .errors import DrafterNotFoundError, SpeculateError
-from .files import user_path
+from ..drafting import Drafter
+from ..errors import DrafterNotFoundError, SpeculateError
+from ..files import user_path
 
 
 GROUP = "hf_speculate.drafters"
