@@ -71,7 +71,7 @@ class KernelCache:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder; raises `OSError` if somebody else can write what is loaded from it."""
+    """Makes a folder; raises `OSError` if other users can write to it."""
     if not folder.is_absolute():  # anybody may have filled the current folder
         raise OSError("it is not an absolute path")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
