@@ -16,7 +16,8 @@ from hf_speculate.messages import (
     install_handler,
     masked,
 )
-from hf_speculate_tools.hub import public_recipe, publishable
+from hf_speculate_tools.hub import public_recipe
+from hf_speculate_tools.hub.public import publishable
 
 
 # Put together here, so that nobody's scanner takes this file for a leak.

@@ -8,7 +8,6 @@ from .buffers import Buffers as Buffers
 from .buffers import PromptMasks as PromptMasks
 from .buffers import SetKey as SetKey
 from .buffers import Stacks as Stacks
-from .buffers import StaticLayer as StaticLayer
 from .buffers import capacity_for as capacity_for
 from .buffers import lease_of as lease_of
 from .buffers import padded as padded

@@ -15,8 +15,6 @@ from .contract import DraftPolicy as DraftPolicy
 from .contract import PolicyRequest as PolicyRequest
 from .contract import PolicySession as PolicySession
 from .contract import Situation as Situation
-from .costs import Timings as Timings
 from .deepening import PathProbabilities as PathProbabilities
-from .deepening import WhilePaying as WhilePaying
 from .fixed import Fixed as Fixed
 from .fixed import Replay as Replay

@@ -15,7 +15,6 @@ from .adapters import outdated_peft as outdated_peft
 from .adapters import pass_on as pass_on
 from .adapters import prompt_learning as prompt_learning
 from .adapters import sample_bytes as sample_bytes
-from .attention import TreeAttention as TreeAttention
 from .attention import fold as fold
 from .attention import grouped_sdpa as grouped_sdpa
 from .attention import uninstall_attention as uninstall_attention
@@ -33,11 +32,9 @@ from .exact import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
 from .exact import exact_scorer as exact_scorer
 from .exact import exact_sizes as exact_sizes
 from .filler import filler_cache as filler_cache
-from .hooks import has_foreign_hooks as has_foreign_hooks
 from .hooks import keep_saveable as keep_saveable
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
-from .identity import Likeness as Likeness
 from .identity import WeightSample as WeightSample
 from .identity import compare_weights as compare_weights
 from .identity import quantization_label as quantization_label

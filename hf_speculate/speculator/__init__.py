@@ -1,4 +1,4 @@
-"""From a name, a folder or a Hub id to a speculator: a drafter with the engine's options and statistics.
+"""Speculators: drafters with the engine's options and statistics, by name, folder or Hub id.
 
 registry       installed drafters by name, and speculators in one line of text
 repositories   folders and Hub repositories of heads, found and downloaded

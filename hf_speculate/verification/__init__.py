@@ -11,7 +11,6 @@ from .natively import most_probable as most_probable
 from .natively import stand_in as stand_in
 from .noise import Noise as Noise
 from .noise import RngState as RngState
-from .processors import Tier as Tier
 from .processors import see_rows_alone as see_rows_alone
 from .records import LayerRecord as LayerRecord
 from .records import Records as Records

@@ -30,10 +30,8 @@ from .model import plan_model as plan_model
 from .native import fuse as fuse
 from .reading import GgufFile as GgufFile
 from .reading import read_header as read_header
-from .report import PackingReport as PackingReport
 from .report import packing_report as packing_report
 from .rope import ROPE_FACTORS as ROPE_FACTORS
-from .rope import WRITTEN_ROPE as WRITTEN_ROPE
 from .rope import describe_rope as describe_rope
 from .rope import read_rope as read_rope
 from .shards import find_file as find_file

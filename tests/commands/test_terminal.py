@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.messages import get_logger, message, printable
 from hf_speculate_tools import cli
-from hf_speculate_tools.commands import Grid, LiteralConsole, by_depth, progress, say, say_json, show
+from hf_speculate_tools.commands import Grid, by_depth, progress, say, say_json
+from hf_speculate_tools.commands.reporting import LiteralConsole, show
 
 
 OURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # styles and movements, as rich writes them

@@ -12,7 +12,8 @@ import hf_speculate
 from hf_speculate.errors import IncompatibleTransformersError
 from hf_speculate.generation import bridge
 from hf_speculate.generation.upstream import check_transformers
-from hf_speculate.scoring import TreeAttention, uninstall_attention
+from hf_speculate.scoring import uninstall_attention
+from hf_speculate.scoring.attention import TreeAttention
 
 
 WRAPPED = ("generate", "_validate_generation_mode", "_sample")

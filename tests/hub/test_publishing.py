@@ -18,9 +18,9 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import own_file
 from hf_speculate_tools.heads.convert import convert_checkpoint
-from hf_speculate_tools.hub import public_provenance, published_files, push_folder
+from hf_speculate_tools.hub import public_provenance, push_folder
 from hf_speculate_tools.hub.public import _RECIPE
-from hf_speculate_tools.hub.publishing import ORIGINS
+from hf_speculate_tools.hub.publishing import ORIGINS, published_files
 from hf_speculate_training.run.recipe import Recipe
 from tests.support.heads import DEPTH, target, write_head
 from tests.support.hub import FakeHub

@@ -9,11 +9,11 @@ from ..support.paths import REPOSITORY
 
 # Lines of Python, C++ and headers. The goal is a wheel of 45,000 lines, an engine of 13,500, and tests of 40,000.
 BUDGET = {
-    "hf_speculate": 16_500,
+    "hf_speculate": 16_400,
     "plugins/hf_speculate_gguf": 9_150,
-    "plugins/hf_speculate_plugins": 12_300,
-    "plugins/hf_speculate_tools": 7_350,
-    "training/hf_speculate_training": 9_050,
+    "plugins/hf_speculate_plugins": 12_260,
+    "plugins/hf_speculate_tools": 7_450,
+    "training/hf_speculate_training": 9_000,
     "tests": 52_500,
 }
 SOURCES = (".py", ".cpp", ".h")

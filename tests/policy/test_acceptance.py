@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_speculate.drafting import Calibration
-from hf_speculate.policy import Acceptance, WhilePaying
+from hf_speculate.policy import Acceptance
+from hf_speculate.policy.deepening import WhilePaying
 from hf_speculate.tree import HostTree, TreeRow
 
 

@@ -24,7 +24,8 @@ from transformers import LlamaForCausalLM
 
 from hf_speculate import SpeculateError
 from hf_speculate_training import read_recipe, train_head
-from hf_speculate_training.run import last_checkpoint, step_of
+from hf_speculate_training.run import last_checkpoint
+from hf_speculate_training.run.folder import step_of
 
 from ..support.paths import REPOSITORY, TESTS
 from ..support.training import BYTE_VOCAB_SIZE, PAD, recipe_file, save_target

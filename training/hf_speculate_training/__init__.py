@@ -7,9 +7,8 @@ the parts of the built-in ones.
 
 from . import extras as extras  # first: it names missing packages
 from .data import Batch, DataOptions
-from .methods import StepOutput, TrainingMethod, installed_methods
+from .methods import StepOutput, TrainingMethod
 from .run import (
-    AcceptanceEvaluation,
     AcceptanceOptions,
     HeadTrainer,
     HeadTrainingArguments,
@@ -23,7 +22,6 @@ from .states import TargetStates
 
 
 __all__ = [
-    "AcceptanceEvaluation",
     "AcceptanceOptions",
     "Batch",
     "DataOptions",
@@ -35,7 +33,6 @@ __all__ = [
     "StepOutput",
     "TargetStates",
     "TrainingMethod",
-    "installed_methods",
     "read_recipe",
     "train_head",
 ]

@@ -111,7 +111,7 @@ def load_tokenizer(section: TargetSection) -> Any:
 
 
 def _located(section: TargetSection) -> TargetSection:
-    """The section with the path on this machine; raises `SpeculateError` for a revision of what is no repository."""
+    """The section with the path on this machine; raises `SpeculateError` if a local target has a revision."""
     path = target_path(section.path)
     if section.revision and os.path.exists(path):
         raise SpeculateError(f"a revision ({section.revision!r}) needs a target on the Hub; {path} is on this machine.")

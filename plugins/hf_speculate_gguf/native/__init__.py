@@ -13,7 +13,6 @@ draft          whole drafts of a head in one native call; ranking and growth: it
 
 from .angles import FIXED_ROPE as FIXED_ROPE
 from .angles import AngleTable as AngleTable
-from .backends import BACKENDS as BACKENDS
 from .backends import Backend as Backend
 from .backends import DequantizeBackend as DequantizeBackend
 from .backends import NativeBackend as NativeBackend

@@ -6,7 +6,7 @@ their scores have is found node by node.
 """
 
 from ..heads import LoadedHead
-from .drafter import BlockDrafter, BlockSession
+from .drafter import BlockDrafter
 from .head import BlockHead, block_masks
 from .saving import BlockFiles
 from .spec import BlockConventions, BlockOptions, BlockSpec
@@ -20,7 +20,6 @@ __all__ = [
     "BlockFiles",
     "BlockHead",
     "BlockOptions",
-    "BlockSession",
     "BlockSpec",
     "LoadedHead",
     "block_masks",

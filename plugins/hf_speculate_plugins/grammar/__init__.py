@@ -1,4 +1,3 @@
 """Drafts from the constraints of a request: grammars, JSON schemas, `prefix_allowed_tokens_fn`."""
 
 from .drafter import GrammarDrafter as GrammarDrafter
-from .drafter import GrammarOptions as GrammarOptions

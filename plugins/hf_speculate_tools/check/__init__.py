@@ -9,11 +9,7 @@ from .acceptance import AcceptanceRates as AcceptanceRates
 from .acceptance import HeadReader as HeadReader
 from .acceptance import write_texts as write_texts
 from .calibrating import measure_calibration as measure_calibration
-from .conditions import Finding as Finding
 from .conditions import HeadInUse as HeadInUse
-from .conditions import Measured as Measured
-from .conditions import compare as compare
 from .conditions import find_conditions as find_conditions
 from .search import HeadCheck as HeadCheck
-from .search import Trial as Trial
 from .search import check_head as check_head

@@ -20,11 +20,8 @@ from .options import GgufBackend as GgufBackend
 from .options import JsonOnly as JsonOnly
 from .options import Layers as Layers
 from .options import Limit as Limit
-from .options import Markdown as Markdown
 from .options import NewTokens as NewTokens
-from .options import Out as Out
 from .options import PromptFiles as PromptFiles
-from .options import Quick as Quick
 from .options import Rates as Rates
 from .options import Raw as Raw
 from .options import Repeats as Repeats
@@ -40,14 +37,12 @@ from .prompts import chat_ids as chat_ids
 from .prompts import read_prompts as read_prompts
 from .prompts import readable as readable
 from .prompts import tokenize as tokenize
-from .reporting import LiteralConsole as LiteralConsole
 from .reporting import console as console
 from .reporting import prepare as prepare
 from .reporting import progress as progress
 from .reporting import report as report
 from .reporting import say as say
 from .reporting import say_json as say_json
-from .reporting import show as show
 from .settings import add_command as add_command
 from .settings import check_counts as check_counts
 from .settings import check_temperatures as check_temperatures

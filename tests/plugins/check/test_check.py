@@ -23,8 +23,9 @@ from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 from hf_speculate_plugins.medusa.saving import write_heads
 from hf_speculate_tools import cli
-from hf_speculate_tools.check import AcceptanceRates, HeadCheck, Trial, write_texts
+from hf_speculate_tools.check import AcceptanceRates, HeadCheck, write_texts
 from hf_speculate_tools.check.acceptance import replayed
+from hf_speculate_tools.check.search import Trial
 from hf_speculate_tools.heads.check import as_json, check_checkpoint, write_calibration
 
 from ...support.block_heads import random_block

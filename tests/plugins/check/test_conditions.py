@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_tools import cli
-from hf_speculate_tools.check import HeadInUse, Measured, compare, find_conditions
+from hf_speculate_tools.check import HeadInUse, find_conditions
+from hf_speculate_tools.check.conditions import Measured, compare
 from hf_speculate_tools.commands import Prompt, chat_ids
 
 from ...support.adapters import perturbed
@@ -23,7 +24,7 @@ from ...support.models import build_tiny_model
 from ...support.paths import REPOSITORY
 
 
-PYTHON = REPOSITORY / "hf_speculate" / "commands" / "python_prompts.jsonl"
+PYTHON = REPOSITORY / "plugins" / "hf_speculate_tools" / "commands" / "python_prompts.jsonl"
 EXAMPLES = REPOSITORY / "examples"
 
 

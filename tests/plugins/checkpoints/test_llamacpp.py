@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, SpeculateError
 from hf_speculate.speculator import local_folder, repositories
-from hf_speculate_gguf import WRITTEN_ROPE, TensorRows, read_header, read_values, write_gguf
+from hf_speculate_gguf import TensorRows, read_header, read_values, write_gguf
 from hf_speculate_gguf.native import PackedLinear, has_kernel
+from hf_speculate_gguf.rope import WRITTEN_ROPE
 from hf_speculate_plugins.block import BlockFiles
 from hf_speculate_plugins.checkpoints import GGUF_ROPE, TargetFiles, read_checkpoint, tensor_shapes
 from hf_speculate_plugins.eagle import EagleDrafter, EagleFiles

@@ -19,11 +19,11 @@ from hf_speculate_training.data import (
     Encoder,
     RecordError,
     RowDataset,
-    best_fit_decreasing,
     load_records,
     prepare_data,
     read_record,
 )
+from hf_speculate_training.data.packing import best_fit_decreasing
 
 
 END = 2

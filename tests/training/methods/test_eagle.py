@@ -13,7 +13,7 @@ from hf_speculate.drafting import RAW_LAST, DraftRequest
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate.tree import TreePlan
 from hf_speculate_training.data import NO_DOCUMENT, Batch
-from hf_speculate_training.methods import Entries, count_tokens, counted_entries, draft_vocabulary
+from hf_speculate_training.methods import Entries, count_tokens
 from hf_speculate_training.methods.eagle import (
     Eagle1Method,
     Eagle1TrainingOptions,
@@ -24,6 +24,8 @@ from hf_speculate_training.methods.eagle import (
     new_eagle3,
     warm_eagle,
 )
+from hf_speculate_training.methods.entries import counted_entries
+from hf_speculate_training.methods.heads import draft_vocabulary
 from hf_speculate_training.sections import RecipeError
 from hf_speculate_training.states import TargetReader
 from tests.support import heads

@@ -16,7 +16,8 @@ from hf_speculate import AutoSpeculator, installed_drafters
 from hf_speculate.errors import SpeculateError
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_tools.cli import app
-from hf_speculate_training.methods import GROUP, check_method, installed_methods, load_method
+from hf_speculate_training.methods import check_method, installed_methods, load_method
+from hf_speculate_training.methods.contract import GROUP
 from hf_speculate_training.methods.eagle import Eagle3Method
 from hf_speculate_training.run import read_recipe, recipe_from, train_head
 from hf_speculate_training.sections import RecipeError

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from hf_speculate import AutoSpeculator
 from hf_speculate_tools import cli
 from hf_speculate_training.methods import installed_methods, load_method
-from hf_speculate_training.run import default_choices, defaults, read_recipe, recipe_from, recipe_values
+from hf_speculate_training.run import defaults, read_recipe, recipe_from
+from hf_speculate_training.run.defaults import default_choices, recipe_values
 from hf_speculate_training.sections import RecipeError
 from tests.support.paths import REPOSITORY
 

@@ -19,8 +19,9 @@ from transformers import LlamaForCausalLM
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training.methods.eagle import Eagle3Method
-from hf_speculate_training.run import InterruptedTrainingError, last_checkpoint, read_recipe, recipe_from, train_head
+from hf_speculate_training.run import last_checkpoint, read_recipe, recipe_from, train_head
 from hf_speculate_training.run.folder import locked
+from hf_speculate_training.run.guards import InterruptedTrainingError
 
 
 # Slows every step down, so that the kill lands between a checkpoint and the next one.

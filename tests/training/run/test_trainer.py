@@ -22,12 +22,12 @@ from hf_speculate_training.methods.medusa import MedusaMethod, new_medusa
 from hf_speculate_training.run import (
     AcceptanceEvaluation,
     AcceptanceOptions,
-    DivergedError,
     last_checkpoint,
     prompts_of,
     recipe_from,
     train_head,
 )
+from hf_speculate_training.run.guards import DivergedError
 from hf_speculate_training.sections import RecipeError
 from tests.support.hub import FakeHub
 from tests.support.training import END, build_byte_tokenizer

@@ -14,7 +14,6 @@ from .packing import Batch as Batch
 from .packing import Collator as Collator
 from .packing import Row as Row
 from .packing import RowDataset as RowDataset
-from .packing import best_fit_decreasing as best_fit_decreasing
 from .packing import make_row as make_row
 from .prepared import DataOptions as DataOptions
 from .prepared import PreparedData as PreparedData

@@ -6,7 +6,6 @@ are found like any other. They share entries (the predictions that count), losse
 teacher and the draft vocabulary. A method of your own can take these parts, too.
 """
 
-from .contract import GROUP as GROUP
 from .contract import SMALL_HIDDEN_SIZE as SMALL_HIDDEN_SIZE
 from .contract import CountTokens as CountTokens
 from .contract import NoOptions as NoOptions
@@ -16,23 +15,14 @@ from .contract import check_method as check_method
 from .contract import installed_methods as installed_methods
 from .contract import load_method as load_method
 from .entries import Entries as Entries
-from .entries import counted_entries as counted_entries
-from .entries import emitting_positions as emitting_positions
 from .entries import shared_size as shared_size
 from .entries import tokens_ahead as tokens_ahead
-from .heads import choose_vocabulary as choose_vocabulary
-from .heads import copy_rows as copy_rows
 from .heads import count_tokens as count_tokens
 from .heads import detached_copy as detached_copy
-from .heads import draft_vocabulary as draft_vocabulary
-from .heads import suggested_vocabulary as suggested_vocabulary
-from .heads import target_rows as target_rows
 from .heads import trainable as trainable
-from .losses import EntryLosses as EntryLosses
 from .losses import HardTargets as HardTargets
 from .losses import SoftTargets as SoftTargets
 from .losses import Targets as Targets
 from .losses import Teacher as Teacher
-from .losses import TeacherRows as TeacherRows
 from .losses import lean_cross_entropy as lean_cross_entropy
 from .losses import plain_cross_entropy as plain_cross_entropy

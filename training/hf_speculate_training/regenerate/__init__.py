@@ -7,13 +7,12 @@ text. `write_answers` takes any `Engine`: the target in this process, actors on 
 
 from .planning import Planner, RegenerateOptions
 from .self_prompts import SelfPromptOptions, write_self_prompts
-from .writing import RegenerateReport, regenerate, write_answers
+from .writing import regenerate, write_answers
 
 
 __all__ = [
     "Planner",
     "RegenerateOptions",
-    "RegenerateReport",
     "SelfPromptOptions",
     "regenerate",
     "write_answers",

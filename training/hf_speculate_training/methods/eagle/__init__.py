@@ -5,7 +5,6 @@ heads are shaped after the target; the training of published ones can continue.
 """
 
 from .heads import Eagle3Shape as Eagle3Shape
-from .heads import EagleShape as EagleShape
 from .heads import new_eagle1 as new_eagle1
 from .heads import new_eagle3 as new_eagle3
 from .heads import warm_eagle as warm_eagle
