@@ -235,7 +235,10 @@ def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -
     try:
         where.mkdir(parents=True, exist_ok=True)
         for name, write in files.items():
+            written[name].touch()
+            mode = written[name].stat().st_mode  # as the user's umask has it; safetensors makes files private
             write(str(written[name]))
+            written[name].chmod(mode)
             _flush(written[name])
     # For a full disk torch and safetensors raise other errors than OSError, which differ between versions.
     except Exception as error:

@@ -116,6 +116,18 @@ def test_a_full_disk_loses_nothing_and_leaves_nothing(tmp_path):
         assert ((tmp_path / "a").read_text(), read_json(tmp_path / "b")) == ("old a", {"old": 1})
 
 
+def test_files_are_as_readable_as_the_users_other_files(tmp_path):
+    """Also where a library makes private ones, as safetensors does."""
+
+    def private(path: str) -> None:
+        os.remove(path)
+        os.close(os.open(path, os.O_CREAT, 0o600))
+
+    (tmp_path / "other").touch()
+    replace_files(tmp_path, {"a": private, "b": json_writer({})})
+    assert {(tmp_path / name).stat().st_mode for name in ("a", "b")} == {(tmp_path / "other").stat().st_mode}
+
+
 def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
     replace_files(tmp_path, {"a": text_writer("old"), "b": json_writer({"old": 1})})
 
