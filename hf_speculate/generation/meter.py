@@ -71,7 +71,7 @@ class Meter:
 
     def published(self) -> None:
         """Ends the time of the listeners."""
-        self._clock.told()
+        self._clock.published()
 
     def _leave_out_others(self, counter: str) -> None:
         if seconds := self._take_others():

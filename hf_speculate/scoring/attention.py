@@ -70,9 +70,9 @@ def uninstall_attention() -> None:
         transformers.AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
-def _sdpa() -> Any:
-    """The function that models call as "sdpa"."""
-    return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+def _attentions() -> Any:
+    """The table in which models find their attention."""
+    return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
 
 
 def takes_tree_masks(model: GenerativeModel) -> bool:
@@ -157,7 +157,7 @@ _known_groups: WeakKeyDictionary[GenerativeModel, int] = WeakKeyDictionary()
 def head_groups(model: GenerativeModel) -> int:
     """G, the number of query heads for each KV head in every attention of `model`; 0 if `grouped_sdpa` does not compute
     all of them."""
-    if model.config._attn_implementation != "sdpa" or _sdpa() is not grouped_sdpa:
+    if model.config._attn_implementation != "sdpa" or _attentions()["sdpa"] is not grouped_sdpa:
         return 0
     if model not in _known_groups:
         _known_groups[model] = _inspect(model)
@@ -172,10 +172,7 @@ def _inspect(model: GenerativeModel) -> int:
     files = {sys.modules[type(module).__module__] for module in attentions}
     interfaces = {id(found): found for file in files if (found := getattr(file, "ALL_ATTENTION_FUNCTIONS", None))}
     # A modeling file with its own interface (Doge) does more with a mask than add it.
-    is_known = (
-        list(interfaces) == [id(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)]
-        and model._supports_attention_backend
-    )
+    is_known = list(interfaces) == [id(_attentions())] and model._supports_attention_backend
     is_known = is_known and len(attentions) == model.config.get_text_config(decoder=True).num_hidden_layers
     return groups.pop() if is_known and len(groups) == 1 else 0
 

@@ -182,9 +182,8 @@ class StaticForward(Forward):
 
     def _output(self, scorer: Scorer, result: dict[str, Any], num_nodes: int, width: int) -> Any:
         """The result in the form of the model's own output, with the attributes that only this forward has."""
-        from transformers.modeling_outputs import (
-            CausalLMOutputWithPast,  # a fifth of a second, which models take anyway
-        )
+        # Its import takes a fifth of a second, which models spend anyway.
+        from transformers.modeling_outputs import CausalLMOutputWithPast
 
         keep = torch.clone if self._use.keeps_outputs else (lambda tensor: tensor)
         states: Any = result["hidden_states"]

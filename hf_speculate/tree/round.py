@@ -183,7 +183,7 @@ class RoundClock:
             return 0.0
         return self._carried + self._events[0].elapsed_time(self._events[1]) / 1000
 
-    def told(self) -> None:
+    def published(self) -> None:
         """Ends the time of the listeners."""
         self._carried = time.perf_counter() - self._published + self._put_off
         self._put_off = 0.0

@@ -25,9 +25,8 @@ def main() -> None:
 
 def _run_command() -> None:
     try:
-        from hf_speculate_tools.cli import (
-            app,  # imports torch and transformers: seconds that the answers above do not cost
-        )
+        # It imports torch and transformers: seconds that the answers above do not cost.
+        from .cli import app
     except KeyboardInterrupt:
         sys.stderr.write("hf-speculate: interrupted.\n")
         raise SystemExit(INTERRUPTED) from None

@@ -24,8 +24,8 @@ from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import read_provenance
-from hf_speculate_tools.commands import Prompt, chat_ids
 
+from ..commands import Prompt, chat_ids
 from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, write_texts
 
 

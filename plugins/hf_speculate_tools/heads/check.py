@@ -20,7 +20,18 @@ from hf_speculate.files import user_path
 from hf_speculate.models import NAMED_TARGETS, GenerativeModel, unwrap
 from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import drafter_class_for, head_record, local_folder
-from hf_speculate_tools.commands import (
+
+from ..check import (
+    AcceptanceRates,
+    HeadCheck,
+    HeadInUse,
+    HeadReader,
+    check_head,
+    find_conditions,
+    measure_calibration,
+    write_texts,
+)
+from ..commands import (
     Device,
     JsonOnly,
     Prompt,
@@ -37,17 +48,6 @@ from hf_speculate_tools.commands import (
     say,
     say_json,
     tokenize,
-)
-
-from ..check import (
-    AcceptanceRates,
-    HeadCheck,
-    HeadInUse,
-    HeadReader,
-    check_head,
-    find_conditions,
-    measure_calibration,
-    write_texts,
 )
 
 

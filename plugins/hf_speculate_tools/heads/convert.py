@@ -17,8 +17,9 @@ from hf_speculate.files import user_path
 from hf_speculate.models import NAMED_TARGETS
 from hf_speculate.speculator import drafter_class_for, local_folder
 from hf_speculate_plugins.checkpoints import LoadedTarget, LoadReport, TargetFiles
-from hf_speculate_tools.commands import JsonOnly, say, say_json, target_path
-from hf_speculate_tools.hub import card_facts, copy_origins, rename_card, write_card
+
+from ..commands import JsonOnly, say, say_json, target_path
+from ..hub import card_facts, copy_origins, rename_card, write_card
 
 
 def convert_checkpoint(

@@ -22,7 +22,8 @@ from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import AutoSpeculator, Speculator, drafter_class_for, local_folder
 from hf_speculate_plugins.block import BlockDrafter
 from hf_speculate_plugins.checkpoints import GGUF_FILE, LoadedTarget
-from hf_speculate_tools.commands import (
+
+from ..commands import (
     Device,
     JsonOnly,
     NewTokens,
@@ -37,7 +38,6 @@ from hf_speculate_tools.commands import (
     say_json,
     target_path,
 )
-
 from .check import load_measured, tokenized_prompts
 from .convert import check_destination, check_out_type, convert_checkpoint
 from .engines import (

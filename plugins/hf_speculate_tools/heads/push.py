@@ -9,8 +9,9 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import user_path
-from hf_speculate_tools.commands import say
-from hf_speculate_tools.hub import check_upload, push_folder, recorded_card
+
+from ..commands import say
+from ..hub import check_upload, push_folder, recorded_card
 
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a head.")]
