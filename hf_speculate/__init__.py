@@ -13,9 +13,11 @@ try:
     from .drafting import DraftSession as DraftSession
     from .drafting import DraftState as DraftState
     from .errors import SpeculateError as SpeculateError
-    from .generation import install as install
-    from .generation import uninstall as uninstall
     from .messages import install_handler
+    from .request import install as install
+    from .request import rounds as rounds
+    from .request import stream as stream
+    from .request import uninstall as uninstall
     from .speculator import AutoSpeculator as AutoSpeculator
     from .speculator import Speculator as Speculator
     from .speculator import attach as attach
@@ -24,8 +26,6 @@ try:
     from .speculator import installed_drafters as installed_drafters
     from .speculator import speculators as speculators
     from .stats import SpeculationStats as SpeculationStats
-    from .streaming import rounds as rounds
-    from .streaming import stream as stream
     from .tree import DraftTree as DraftTree
     from .tree import Round as Round
 except (ImportError, AttributeError) as error:

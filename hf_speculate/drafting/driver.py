@@ -70,10 +70,6 @@ class Drafting:
         """A context for the forwards whose hidden states the drafter gets."""
         return self._taps.listening()
 
-    def skip(self, num_rerun: int) -> None:
-        """Drops the states of the last forward's first tokens, which were run again before the nodes."""
-        self._taps.skip(num_rerun)
-
     def observe_prompt(self, tokens: Tensor, hidden_states: Any) -> None:
         """Stores the prompt until a draft is wanted. A long prompt goes to the drafter now, to free its states.
 
@@ -106,9 +102,11 @@ class Drafting:
             paths = [path[: len(emitted)] for path, emitted in zip(round.paths, round.tokens, strict=True)]
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows, along))
 
-    def note(self, output: Any) -> None:
-        """Takes from a forward's output what the taps did not see."""
+    def note(self, output: Any, num_rerun: int) -> None:
+        """Takes from a forward's output what the taps did not see, and drops the states of the `num_rerun` tokens that
+        ran again before the nodes."""
         self._taps.note(output)
+        self._taps.skip(num_rerun)
 
     def sources(self, round: Round) -> Iterator[str]:
         """The names of those who had drafted each accepted token, if several drafters draft together."""

@@ -39,8 +39,10 @@ class Sequences:
 
     @property
     def last_tokens(self) -> Int[Tensor, " B"]:
-        """The last new token of each row, on the CPU."""
-        return torch.tensor([tokens[-1] for tokens in self.new_tokens])
+        """The last token of each row, on the CPU; 0 for an empty text."""
+        if all(self.new_tokens):
+            return torch.tensor([tokens[-1] for tokens in self.new_tokens])
+        return (self.prompt[:, -1] if self.prompt.shape[1] else self.prompt.new_zeros(self.batch_size)).cpu()
 
     @property
     def finished_rows(self) -> list[int]:

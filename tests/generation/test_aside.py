@@ -170,7 +170,7 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 for name in [name for name in sys.modules if name.split(".")[0] in ("hf_speculate", "hf_speculate_plugins")]:
     del sys.modules[name]
 import hf_speculate as again
-from hf_speculate.generation import bridge
+from hf_speculate.request import bridge
 assert GenerationMixin.generate.__globals__ is vars(bridge)
 config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(config).eval()

@@ -26,7 +26,7 @@ import hf_speculate
 from hf_speculate import AutoSpeculator, SpeculationStats, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
-from hf_speculate.generation import bridge
+from hf_speculate.request import bridge
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.heads import DRAFTERS

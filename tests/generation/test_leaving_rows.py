@@ -13,7 +13,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of, rows
 from hf_speculate.cache.tree_cache import TreeCache
-from hf_speculate.generation import loop as decoding
+from hf_speculate.loop import Decoding
 from hf_speculate.scoring import scoring
 from hf_speculate.scoring.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
@@ -321,8 +321,8 @@ class TestInterruptions:
 
     @staticmethod
     def watch(patch, runs):
-        settle = decoding.Decoding._settle
-        patch.setattr(decoding.Decoding, "_settle", lambda run: (runs.append(run), settle(run)))
+        settle = Decoding.settle
+        patch.setattr(Decoding, "settle", lambda run: (runs.append(run), settle(run)))
 
 
 class TestSlidingWindow:

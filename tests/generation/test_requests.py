@@ -15,7 +15,7 @@ from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.generation.bridge import _originals
+from hf_speculate.request.bridge import _originals
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 

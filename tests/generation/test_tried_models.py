@@ -13,7 +13,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.generation.trial import needs_trial, request_shape
+from hf_speculate.request.trial import needs_trial, request_shape
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import padded_batch

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from hf_speculate import Speculator
 from hf_speculate.drafting import Drafter
-from hf_speculate.generation import undisturbed as module
+from hf_speculate.request import undisturbed as module
 from hf_speculate.testing import EmptyDrafter
 
 

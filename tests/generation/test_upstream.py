@@ -10,8 +10,8 @@ from transformers import AttentionInterface, GenerationMixin
 
 import hf_speculate
 from hf_speculate.errors import IncompatibleTransformersError
-from hf_speculate.generation import bridge
-from hf_speculate.generation.upstream import check_transformers
+from hf_speculate.request import bridge
+from hf_speculate.request.upstream import check_transformers
 from hf_speculate.scoring import uninstall_attention
 from hf_speculate.scoring.attention import TreeAttention
 

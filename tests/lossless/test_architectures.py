@@ -1,7 +1,7 @@
 """Which causal LMs of transformers speculate, and how: tiny random models of each, text compared with plain `generate`.
 
 `docs/architectures.md`, and the list of classes that need no trial at run time, are what
-`hf_speculate.generation.trial` finds; `HF_SPECULATE_WRITE_DOCS=1 pytest -k in_the_docs`
+`hf_speculate.request.trial` finds; `HF_SPECULATE_WRITE_DOCS=1 pytest -k in_the_docs`
 writes them anew, and a stale file fails.
 """
 
@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.generation import trial
-from hf_speculate.generation.trial import INPUT_PREPARATION, minor_version, run_trial
 from hf_speculate.models import has_own_method
+from hf_speculate.request import trial
+from hf_speculate.request.trial import INPUT_PREPARATION, minor_version, run_trial
 from hf_speculate.scoring.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 

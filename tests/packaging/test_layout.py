@@ -151,7 +151,7 @@ class TestTests:
 NEEDED = (
     "hf_speculate_gguf/native/kernel/kernel.cpp",
     "hf_speculate_gguf/native/kernel/layer.h",
-    "hf_speculate/generation/tried_classes.json",
+    "hf_speculate/request/tried_classes.json",
     "hf_speculate_tools/commands/chat_prompts.jsonl",
     "hf_speculate_tools/commands/python_prompts.jsonl",
 )

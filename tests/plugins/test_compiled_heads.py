@@ -71,7 +71,7 @@ def _without_checks(fresh_dynamo, monkeypatch):
 @pytest.fixture
 def heads_only(monkeypatch):
     """The target is not compiled: that takes most of the time, and has its own tests."""
-    monkeypatch.setattr("hf_speculate.generation.preparation.compiled", lambda scorer, *_args, **_options: scorer)
+    monkeypatch.setattr("hf_speculate.request.preparation.compiled", lambda scorer, *_args, **_options: scorer)
 
 
 def eagle(folder, layout="safeailab", shape="dynamic"):

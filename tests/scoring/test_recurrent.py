@@ -10,7 +10,7 @@ from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.drafting.features import RAW_LAST
 from hf_speculate.errors import CacheStateError
-from hf_speculate.generation.trial import run_trial
+from hf_speculate.request.trial import run_trial
 from hf_speculate.scoring import Scorer, recurrent
 from hf_speculate.scoring.recurrent import MAX_RERUN, RecurrentCache, RecurrentForward
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless

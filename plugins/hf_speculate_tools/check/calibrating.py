@@ -9,11 +9,11 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig
 
+from hf_speculate import rounds
 from hf_speculate.drafting import Calibration, CalibrationTable, Drafter
 from hf_speculate.models import GenerativeModel
 from hf_speculate.policy import Acceptance
 from hf_speculate.speculator import Speculator
-from hf_speculate.streaming import rounds
 from hf_speculate.tree import Round
 
 

@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 from torch import Tensor
 
+from hf_speculate import rounds
 from hf_speculate.errors import SpeculateError
-from hf_speculate.streaming import rounds
 
 from ..commands import (
     Device,

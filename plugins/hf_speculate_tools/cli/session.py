@@ -15,11 +15,11 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_speculate import rounds
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import printable
 from hf_speculate.models import NAMED_TARGETS, SMOLLM2, GenerativeModel
 from hf_speculate.speculator import Speculator
-from hf_speculate.streaming import rounds
 
 from ..commands import (
     DRAFTED,

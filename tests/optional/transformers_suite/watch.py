@@ -48,7 +48,7 @@ class Calls:
         self.speculator: Any = None
 
     def attached(self, model) -> Any:
-        """In place of `hf_speculate.generation.bridge.attached`."""
+        """In place of `hf_speculate.request.bridge.attached`."""
         self.counts["asked"] += 1
         return self.speculator
 
@@ -101,7 +101,7 @@ def watched(calls: Calls) -> Iterator[None]:
         stack.enter_context(mock.patch.object(GenerationMixin, "generate", generate))
         stack.enter_context(mock.patch.object(sdist, "at_end_of_rank", [note_rank]))
         if not IS_PLAIN:
-            stack.enter_context(mock.patch("hf_speculate.generation.bridge.attached", calls.attached))
+            stack.enter_context(mock.patch("hf_speculate.request.bridge.attached", calls.attached))
         yield
         for path in ranks.iterdir():
             calls.add(json.loads(path.read_text()))

@@ -286,7 +286,7 @@ class TestCompiled:
     @pytest.fixture(autouse=True)
     def _without_checks(self, fresh_dynamo, monkeypatch):
         """Dynamo cannot trace the decorators that check shapes in tests. The target is not compiled."""
-        monkeypatch.setattr("hf_speculate.generation.preparation.compiled", lambda scorer, *_args, **_options: scorer)
+        monkeypatch.setattr("hf_speculate.request.preparation.compiled", lambda scorer, *_args, **_options: scorer)
         for module in (dynamic, ranking, tree):
             for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
                 for name, value in list(vars(owner).items()):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, DraftTree, Speculator
-from hf_speculate.generation.loop import Decoding
+from hf_speculate.loop import loop
 from hf_speculate.verification import Sampler, verify
 from hf_speculate.verification.records import Records
 from hf_speculate.verification.sequences import Sequences
@@ -119,14 +119,14 @@ def test_golden_tree_buffers(golden, tree):
 def test_golden_first_round_of_generate(golden, tree, monkeypatch):
     """Drafted tokens, the target's logits over the tree, the heads at its end and the accepted length of one round."""
     speculator, rounds = golden.speculator(tree), []
-    original = Decoding.score
+    original = loop.score
 
-    def score(self, drafted):
-        output = original(self, drafted)
+    def score(run, drafted):
+        output = original(run, drafted)
         rounds.append((drafted, output))
         return output
 
-    monkeypatch.setattr(Decoding, "score", score)
+    monkeypatch.setattr(loop, "score", score)
     golden.target.generate(
         golden["token_ids"][None], max_new_tokens=7, do_sample=False, eos_token_id=None, speculator=speculator
     )

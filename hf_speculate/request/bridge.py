@@ -26,8 +26,7 @@ from ..models import GenerativeModel
 from ..scoring import Shape, Sizes, keep_saveable, uninstall_attention
 from ..speculator import Speculator, attached_to, resolve
 from .call import PreparedCall, streamed
-from .preparation import SampleCall, prepare
-from .requests import (
+from .checks import (
     check_acceptance,
     check_arguments,
     check_inputs,
@@ -37,6 +36,8 @@ from .requests import (
     exact_sizes_of,
     with_our_cache,
 )
+from .preparation import prepare
+from .sample_call import SampleCall
 from .trial import checked_shape
 from .undisturbed import undisturbed
 from .upstream import check_transformers

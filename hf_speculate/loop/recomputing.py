@@ -14,7 +14,7 @@ from ..scoring import Forward, Nodes, Scorer, longrope_switch
 from .stock_step import StockStep
 
 
-def recomputing(scorer: Scorer, model: GenerativeModel, step: StockStep) -> Scorer:
+def follow_recomputing(scorer: Scorer, model: GenerativeModel, step: StockStep) -> Scorer:
     """The scorer, changed to make stock's step where `model` may drop its cache."""
     switch = longrope_switch(model.config)
     if switch is not None and has_own_method(model, "prepare_inputs_for_generation"):

@@ -10,29 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..cache import TreeCache
-from ..models import GenerativeModel
-from ..scoring import Scorer, has_length_dependent_rope
 from ..tree import DraftTree, TreeRow
-from ..verification import Sampler, Sequences, Stopping, Verdict
+from ..verification import Sequences, Stopping, Verdict
 
 
 # Most padding steps that a row catches up with in one round.
 _MAX_PADDING = 32
-
-
-def lockstep_reason(
-    target: GenerativeModel, scorer: Scorer, sampler: Sampler, stopping: Stopping, has_streamer: bool
-) -> str:
-    """The reason why all rows must emit the same number of tokens per round; "" if each advances alone."""
-    if not sampler.row_wise:
-        return "a logits processor that is not known to be row-wise"
-    if not stopping.row_wise:
-        return "a stopping criterion that is not known to be row-wise"
-    if has_length_dependent_rope(target.config):
-        return "RoPE that depends on the longest position"
-    if scorer.needs_equal_rows:
-        return "attention that takes no mask or counts along the cache"
-    return "a streamer" if has_streamer else ""
 
 
 class Rows:

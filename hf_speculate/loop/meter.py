@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..compilation import Compiler
 from ..stats import SpeculationStats
 from ..tree import RoundClock, RoundSeconds
+from .delivery import Delivery
 
 
 class Meter:
@@ -15,15 +17,24 @@ class Meter:
     Args:
         stats: counters of seconds that the phases add to.
         clock: clock of the rounds.
-        take_others: function that returns the seconds that the streamer has used since its last call; they do not count
-            as ours.
+        delivery: delivery to a streamer, whose time does not count as ours; None if there is no streamer.
+        compiler: compiler of target and drafter; None if nothing is compiled or recorded.
     """
 
-    def __init__(self, stats: SpeculationStats, clock: RoundClock, take_others: Callable[[], float]):
-        self._stats, self._clock, self._take_others = stats, clock, take_others
+    def __init__(
+        self, stats: SpeculationStats, clock: RoundClock, delivery: Delivery | None, compiler: Compiler | None
+    ):
+        self._stats, self._clock, self._delivery, self._compiler = stats, clock, delivery, compiler
+        self._num_slow = 0
 
     def begin_round(self) -> None:
+        self._num_slow = self._count_slow()
         self._clock.start()
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether anything was compiled or recorded since the round began."""
+        return self._count_slow() != self._num_slow
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:
@@ -73,7 +84,15 @@ class Meter:
         """Ends the time of the listeners."""
         self._clock.published()
 
+    def close(self) -> None:
+        """Notes the memory that recordings of the request have used."""
+        if self._compiler is not None and self._compiler.num_bytes:
+            self._stats.recorded_bytes.append(self._compiler.num_bytes)
+
+    def _count_slow(self) -> int:
+        return 0 if self._compiler is None else self._compiler.num_slow
+
     def _leave_out_others(self, counter: str) -> None:
-        if seconds := self._take_others():
+        if self._delivery is not None and (seconds := self._delivery.take_seconds()):
             self._stats.take_out(seconds, counter)
             self._clock.leave_out(seconds)

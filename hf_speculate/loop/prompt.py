@@ -1,28 +1,24 @@
-"""The target in one request: the forward of its prompt, and its forwards over trees."""
+"""The prompt of a request: its forward, which fills the cache before the loop begins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache import TreeCache, cache_of
-from ..compilation import Compiler
 from ..errors import PromptError
-from ..models import GenerativeModel
 from ..scoring import Scorer
-from ..tree import DraftTree
 from ..verification import Sequences
-from .rows import Rows
 from .stock_step import StockStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefill:
-    """The forward of a request's prompt, before the loop begins.
+class Prompt:
+    """The prompt of a request.
 
     Attributes:
         forward: function that runs the prompt and returns the model's output. It takes further forward arguments, such
@@ -70,53 +66,3 @@ class Prefill:
         token."""
         first = torch.tensor([tokens[:1] for tokens in sequences.new_tokens])
         return torch.cat([sequences.prompt[:, self.known_from + 1 :].cpu(), first], dim=1)
-
-
-@dataclass(kw_only=True)
-class Target:
-    """The target in one request.
-
-    Attributes:
-        model: model that verifies.
-        prompt: forward of the prompt, which must run first.
-        scorer: runs forwards over trees, and owns the cache.
-        forward_kwargs: further arguments of every forward, for the outputs that drafter and records need.
-        compiler: compiler for the forwards of target and drafter; None if nothing is compiled.
-    """
-
-    model: GenerativeModel
-    prompt: Prefill
-    scorer: Scorer
-    forward_kwargs: dict[str, Any] = field(default_factory=dict)
-    compiler: Compiler | None = None
-    _num_compiled: int = field(default=0, init=False)
-
-    @property
-    def cache(self) -> TreeCache:
-        return self.scorer.cache
-
-    def begin_round(self, rows: Rows) -> None:
-        """Begins a round: finished rows leave the target's forwards if they can."""
-        if rows.can_leave:
-            self.scorer.leave_out(rows.done(self.cache))
-        self._num_compiled = self._count_compiled()
-
-    @property
-    def has_compiled(self) -> bool:
-        """Whether anything was compiled since the round began."""
-        return self._count_compiled() != self._num_compiled
-
-    def score(self, tree: DraftTree, sequences: Sequences) -> Any:
-        """The output of a forward over a tree."""
-        return self.scorer(tree, self.root_positions(sequences), forward_kwargs=self.forward_kwargs)
-
-    def root_positions(self, sequences: Sequences) -> list[int]:
-        """Position ids of the last emitted tokens."""
-        return self.prompt.root_positions(sequences)
-
-    def may_be_tainted(self, tree: DraftTree) -> bool:
-        """Whether sums include masked entries with the weight 0: a NaN in one would spread."""
-        return self.scorer.sums_masked and (tree.num_nodes > 1 or self.cache.is_ragged)
-
-    def _count_compiled(self) -> int:
-        return 0 if self.compiler is None else self.compiler.num_slow

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import TextStreamer
 
-from .errors import UnsupportedRequestError
-from .generation import PreparedCall, streamed
-from .models import unwrap
-from .speculator import Speculator, attached_to
-from .tree import Round
+from ..errors import UnsupportedRequestError
+from ..models import unwrap
+from ..speculator import Speculator, attached_to
+from ..tree import Round
+from .call import PreparedCall, streamed
 
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _prepared(
 
 def _rounds(call: PreparedCall) -> Generator[Round]:
     """The rounds of a call; between two of them the RNG is where stock leaves it after their tokens."""
-    noise, sequences = call.run.choosing.sampler.noise, call.run.rows.sequences
+    noise, sequences = call.run.sampler.noise, call.run.rows.sequences
     with closing(call.rounds()) as rounds:
         for round in rounds:
             if noise is None:

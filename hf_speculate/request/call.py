@@ -16,9 +16,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import as_cache
 from ..drafting import remember_text
+from ..loop import Decoding, decode
 from ..speculator import Speculator
 from ..tree import Round
-from .loop import Decoding, decode
 
 
 # The kind of items that `hf_speculate.stream` or `rounds` will yield. If it is set, our `_sample` returns the prepared
@@ -65,18 +65,18 @@ class PreparedCall:
         finally:
             with self._timed():
                 loop.close()
-            text = self.run.drafts.driver.request.text
+            text = self.run.drafting.request.text
             if text is not None:
                 remember_text(self.run.cache.cache, text + self.run.rows.sequences.new_tokens[0])
             stats.calls += 1
-            self.speculator.count(stats, self.run.drafts.driver.request.adapters)
+            self.speculator.count(stats, self.run.drafting.request.adapters)
 
     def output(self) -> Tensor | GenerateDecoderOnlyOutput:
         """The result of stock `generate`. Its dict form also has `speculation`, the statistics of this call."""
         sequences = self.run.rows.sequences.result()
         if not self.config.return_dict_in_generate:
             return sequences
-        parts: Any = self.run.choosing.sampler.records.complete(*self.run.rows.sequences.new_shape)
+        parts: Any = self.run.sampler.records.complete(*self.run.rows.sequences.new_shape)
         output: Any = GenerateDecoderOnlyOutput(sequences=sequences, **as_cache(self.run.cache.cache), **parts)  # type: ignore
         output.speculation = self.run.stats
         return output

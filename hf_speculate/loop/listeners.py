@@ -17,7 +17,7 @@ Listener = Callable[[Round, Any], None]
 """A function that is called after every round, with the output of its forward."""
 
 
-def listeners(
+def round_listeners(
     stats: SpeculationStats,
     sampler: Sampler,
     sequences: Sequences,

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import GenerationConfig, LogitsProcessorList
-from transformers.cache_utils import Cache
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers import GenerationConfig
 
-from ..cache import CACHE_NAME, TreeCache
+from ..cache import TreeCache
 from ..compilation import Compiler, compiler_of
 from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text, last_layer
+from ..loop import (
+    TOKEN_KWARGS,
+    Ahead,
+    Decoding,
+    Delivery,
+    DepthLimits,
+    Meter,
+    Prompt,
+    Rows,
+    StockStep,
+    follow_recomputing,
+    round_listeners,
+)
 from ..models import GenerativeModel
 from ..policy import PolicyRequest, PolicySession
 from ..scoring import (
     MAX_NATIVE_ROWS,
     Scorer,
-    Shape,
-    Sizes,
     StaticUse,
     active_adapters,
     backends_in_use,
     compiled,
     exact_scorer,
+    has_length_dependent_rope,
     has_native_layers,
     input_device,
-    prompt_learning,
     target_scorer,
 )
 from ..speculator import Speculator
@@ -50,94 +55,7 @@ from ..verification import (
     TypicalSampler,
     reason_for_host,
 )
-from .ahead import Ahead
-from .choosing import Choosing, Delivery
-from .drafts import DepthLimits, Drafts
-from .listeners import listeners
-from .loop import Decoding
-from .meter import Meter
-from .recomputing import recomputing
-from .requests import total_length
-from .rows import Rows, lockstep_reason
-from .stock_step import TOKEN_KWARGS, StockStep
-from .target import Prefill, Target
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleCall:
-    """The arguments of `_sample`, as `generate` passes them.
-
-    Attributes:
-        model, input_ids, processors, criteria, config: positional arguments of `_sample`.
-        model_kwargs: keyword arguments, without the streamer.
-        streamer: streamer that was given to `generate`; None without one.
-        has_callers_cache: whether the caller passed the cache in.
-        shape, reason: widest draft that the model takes, and why nothing wider (`request_shape`).
-        sizes: row counts for `exact_scorer`; None if exact text was not asked for.
-    """
-
-    model: GenerativeModel
-    input_ids: Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_kwargs: dict[str, Any]
-    streamer: Any
-    has_callers_cache: bool
-    shape: Shape
-    reason: str
-    sizes: Sizes | None = None
-
-    @property
-    def batch_size(self) -> int:
-        return self.input_ids.shape[0]
-
-    @property
-    def cache(self) -> Cache:
-        return self.model_kwargs[CACHE_NAME]
-
-    @property
-    def shows_cache(self) -> bool:
-        """Whether the caller gets to see the cache."""
-        return self.has_callers_cache or bool(self.config.return_dict_in_generate)
-
-    @cached_property
-    def num_earlier(self) -> int:
-        """Number of tokens in the cache that are not in `input_ids`."""
-        return total_length(self.input_ids, self.config, self.model_kwargs) - self.input_ids.shape[1]
-
-    @property
-    def num_virtual(self) -> int:
-        """Number of virtual tokens that a prompt-learning adapter puts before the text."""
-        adapter = prompt_learning(self.model)
-        return 0 if adapter is None else adapter.num_virtual_tokens
-
-    @cached_property
-    def attention_mask(self) -> Tensor | None:
-        """[B, M] over all cache entries of the prompt; None when all ones."""
-        mask = self.model_kwargs.get("attention_mask")
-        return functional.pad(mask, (self.num_virtual, 0), value=1) if mask is not None and self.num_virtual else mask
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """Position id of each row's last prompt token."""
-        length, position_ids = self.input_ids.shape[1], self.model_kwargs.get("position_ids")
-        adapter = prompt_learning(self.model)
-        if adapter is not None and adapter.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
-            # PEFT drops the position ids here, so positions count cache entries, padding included.
-            return [self.num_virtual + length - 1] * self.batch_size
-        if position_ids is None:
-            return [self.num_virtual + self.num_earlier + length - 1] * self.batch_size
-        return [self.num_virtual + p for p in position_ids[:, -1].expand(self.batch_size).tolist()]
-
-    @property
-    def num_expected(self) -> int | None:
-        """Number of cache entries expected after the prompt; None if unknown."""
-        if self.attention_mask is not None:
-            return self.attention_mask.shape[1]
-        if self.model_kwargs.get("inputs_embeds") is not None:
-            return None
-        return self.num_virtual + self.num_earlier + self.input_ids.shape[1]
+from .sample_call import SampleCall
 
 
 def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
@@ -154,7 +72,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     scorer = _scorer(call, step)
     lockstep = ""
     if call.batch_size > 1:
-        lockstep = lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
+        lockstep = _lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
     # Whether something sees the whole batch, or every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     rows = Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache)
@@ -165,27 +83,26 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, scorer, sampler, stats)
     delivery = None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise)
-    choosing = Choosing(sampler=sampler, delivery=delivery)
     return Decoding(
         rows=rows,
-        target=Target(
-            model=model,
-            prompt=Prefill(
-                forward=lambda **taps: model._prefill(call.input_ids, call.config, {**call.model_kwargs, **taps}),
-                positions=call.positions,
-                num_expected=call.num_expected,
-                step=step,
-                known_from=request.known_from,
-            ),
-            scorer=scorer,
-            forward_kwargs={**drafting.forward_kwargs, **sampler.records.forward_kwargs},
-            compiler=compiler,
+        prompt=Prompt(
+            forward=lambda **taps: model._prefill(call.input_ids, call.config, {**call.model_kwargs, **taps}),
+            positions=call.positions,
+            num_expected=call.num_expected,
+            step=step,
+            known_from=request.known_from,
         ),
-        drafts=Drafts(driver=drafting, policy=policy, limits=DepthLimits(model, stopping, sequences), ahead=ahead),
-        choosing=choosing,
+        scorer=scorer,
+        forward_kwargs={**drafting.forward_kwargs, **sampler.records.forward_kwargs},
+        drafting=drafting,
+        policy=policy,
+        limits=DepthLimits(model, stopping, sequences),
+        ahead=ahead,
+        sampler=sampler,
+        delivery=delivery,
         stats=stats,
-        meter=Meter(stats, RoundClock(_events(scorer.device)), choosing.take_seconds),
-        listeners=listeners(stats, sampler, sequences, scorer, drafting, policy),
+        meter=Meter(stats, RoundClock(_events(scorer.device)), delivery, compiler),
+        listeners=round_listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 
 
@@ -294,7 +211,7 @@ def _scorer(call: SampleCall, step: StockStep) -> Scorer:
     if call.sizes is not None and not has_native_layers(model):
         cache = TreeCache(call.cache, call.batch_size)
         return exact_scorer(model, cache, call.sizes, call.attention_mask, token_kwargs)
-    return recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
+    return follow_recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
 
 
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -326,3 +243,18 @@ def _known_from(speculator: Speculator, call: SampleCall) -> int:
         # A chunked prefill returns only the last chunk's hidden states.
         first += (num_prompt - first - 1) // config.prefill_chunk_size * config.prefill_chunk_size
     return min(first, max(num_prompt - 1, 0))
+
+
+def _lockstep_reason(
+    target: GenerativeModel, scorer: Scorer, sampler: Sampler, stopping: Stopping, has_streamer: bool
+) -> str:
+    """The reason why all rows must emit the same number of tokens per round; "" if each advances alone."""
+    if not sampler.row_wise:
+        return "a logits processor that is not known to be row-wise"
+    if not stopping.row_wise:
+        return "a stopping criterion that is not known to be row-wise"
+    if has_length_dependent_rope(target.config):
+        return "RoPE that depends on the longest position"
+    if scorer.needs_equal_rows:
+        return "attention that takes no mask or counts along the cache"
+    return "a streamer" if has_streamer else ""

@@ -115,7 +115,7 @@ def minor_version() -> str:
 @cache
 def tried_classes(version: str) -> frozenset[str]:
     """The classes that passed the architecture test with trees under this minor version of transformers."""
-    text = files("hf_speculate.generation").joinpath("tried_classes.json").read_text(encoding="utf-8")
+    text = files("hf_speculate.request").joinpath("tried_classes.json").read_text(encoding="utf-8")
     return frozenset(json.loads(text).get(version, ()))
 
 
