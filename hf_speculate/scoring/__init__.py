@@ -35,11 +35,6 @@ from .filler import filler_cache as filler_cache
 from .hooks import keep_saveable as keep_saveable
 from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
-from .identity import WeightSample as WeightSample
-from .identity import compare_weights as compare_weights
-from .identity import quantization_label as quantization_label
-from .identity import sample_weights as sample_weights
-from .identity import structure_key as structure_key
 from .masks import LayerType as LayerType
 from .masks import layer_windows as layer_windows
 from .masks import visible_prefix as visible_prefix
@@ -62,6 +57,8 @@ from .static import problem_with_static as problem_with_static
 from .static import width_for as width_for
 from .static_forward import Along as Along
 from .static_forward import text_entries as text_entries
+from .structure import quantization_label as quantization_label
+from .structure import structure_key as structure_key
 from .support import Shape as Shape
 from .support import has_foreign_attention as has_foreign_attention
 from .support import has_native_layers as has_native_layers

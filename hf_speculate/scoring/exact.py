@@ -20,10 +20,10 @@ from .adapters import prompt_learning
 from .devices import input_device
 from .filler import filler_cache
 from .hooks import foreign_hooks
-from .identity import structure_key, unvouched_modules
 from .masks import layer_types, layer_windows
 from .positions import has_length_dependent_rope, num_positions
 from .scoring import Forward, Nodes, Scorer
+from .structure import structure_key, unvouched_modules
 from .support import counts_along_cache, has_native_layers, outside_kernel
 from .walk import Sizes, Walk, depth_first, no_mask, walking
 

@@ -2,7 +2,7 @@
 
 registry       installed drafters by name, and speculators in one line of text
 repositories   folders and Hub repositories of heads, found and downloaded
-provenance     the origin of a head; targets: whether it was trained for this target
+provenance     the origin of a head; targets, weights: whether it was trained for this target
 options        the engine's options
 speculator     `Speculator` and `AutoSpeculator`
 attaching      speculators attached to models
@@ -36,3 +36,5 @@ from .targets import check_origin as check_origin
 from .targets import check_stated_name as check_stated_name
 from .targets import describe_identity as describe_identity
 from .targets import head_record as head_record
+from .weights import compare_weights as compare_weights
+from .weights import sample_weights as sample_weights

@@ -14,18 +14,16 @@ from typing import Any
 from ..errors import CheckpointError, TargetMismatchError
 from ..messages import get_logger
 from ..models import GenerativeModel
-from ..scoring import WeightSample, adapter_fingerprints, compare_weights, quantization_label, sample_weights
+from ..scoring import adapter_fingerprints, quantization_label
 from ..stats import HeadRecord
 from .provenance import PROVENANCE_FILE, read_provenance
+from .weights import compare_weights, sample_weights
 
 
 logger = get_logger(__name__)
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
 _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)  # vocabularies are padded to one of these
-# Cosines of weight samples. Matrices in 2 bits are above the first, those of unrelated models of the same sizes far
-# below. The same values through another kernel are above the second, matrices in 8 bits below.
-_UNRELATED, _SAME = 0.5, 0.99998
 
 # Ends of the names of a model's quantised copies.
 _COPY = re.compile(
@@ -45,7 +43,7 @@ def describe_identity(target: GenerativeModel) -> dict[str, Any]:
         "architecture": type(target).__name__,
         **{name: getattr(config, name) for name in _SIZES},
         "quantization": quantization_label(target),
-        "weights": {name: sample.text for name, sample in sample_weights(target).items()},
+        "weights": sample_weights(target),
     }
 
 
@@ -57,8 +55,7 @@ def check_origin(folder: str, target: GenerativeModel) -> HeadRecord:
     Returns:
         The figures that the folder records of the head, and whether this is its own target.
     Raises:
-        TargetMismatchError: the number of layers or the hidden size differ, the vocabulary lacks tokens, or the
-            weights are those of an unrelated model.
+        TargetMismatchError: the number of layers or the hidden size differ, or the vocabulary lacks tokens.
     """
     record, problems = _compare(folder, target)
     for problem in problems:
@@ -113,28 +110,25 @@ def check_stated_name(folder: str, stated: str | None, architectures: Sequence[s
         _warn(f"the head {folder} was made for {stated}, and the target is {given}.")
 
 
-def _identity_problems(folder: str, identity: Mapping[str, Any], target: GenerativeModel) -> Iterator[str]:
-    """Differences that cost acceptance; raises `TargetMismatchError` for unrelated weights."""
-    theirs = _samples(identity)
-    # An extended vocabulary has its first rows in common.
-    likeness = compare_weights(theirs, sample_weights(target, identity.get("vocab_size"))) if theirs else None
-    similarity = likeness.similarity if likeness else None
+def _identity_problems(
+    folder: str, identity: Mapping[str, Any], target: GenerativeModel, are_same: Mapping[str, bool]
+) -> Iterator[str]:
+    """Differences that cost acceptance.
+
+    Args:
+        are_same: whether the weights of each compared tensor are the same.
+    """
     architecture, name = identity.get("architecture"), type(target).__name__
-    if theirs and likeness and not likeness.compared and architecture != name:
+    changed = [tensor for tensor, is_same in are_same.items() if not is_same]
+    if not are_same and architecture != name:
         yield f"the head {folder} was trained for a {architecture}, and the target is a {name}."
-    if similarity is not None and similarity < _UNRELATED:
-        raise TargetMismatchError(
-            f"the head {folder} was trained for a {architecture} of the same sizes whose weights are unrelated to this "
-            f"{name}'s: samples of them have a cosine of {similarity:.2f}, those of the same model 1.00."
-        )
-    if likeness and likeness.changed:
+    if changed:
         yield (
             f"the head {folder} was trained for other weights of this architecture (before or after a fine-tune?): of "
-            f"{len(likeness.compared)} tensors that were sampled {len(likeness.changed)} differ, {likeness.changed[0]} "
-            "for one."
+            f"{len(are_same)} tensors that were sampled {len(changed)} differ, {changed[0]} for one."
         )
     trained, now = identity.get("quantization"), quantization_label(target)
-    if isinstance(trained, str) and trained != now and (similarity is None or similarity < _SAME):
+    if isinstance(trained, str) and trained != now:
         yield (
             f"the head {folder} was trained for its target {trained or 'without quantisation'}, and this one is "
             f"{now or 'not quantised'}."
@@ -199,8 +193,10 @@ def _compare(folder: str, target: GenerativeModel) -> tuple[HeadRecord, list[str
     content = _provenance(folder)
     identity: Mapping[str, Any] = content.get("identity") or {}
     _check_sizes(folder, identity, target)
-    problems = list(_identity_problems(folder, identity, target)) if identity else []
-    is_own = None if not _samples(identity) else not (problems or adapter_mismatch(folder, target))
+    weights = identity.get("weights")
+    are_same = compare_weights(sample_weights(target), weights) if isinstance(weights, Mapping) else {}
+    problems = list(_identity_problems(folder, identity, target, are_same)) if identity else []
+    is_own = None if not are_same else not (problems or adapter_mismatch(folder, target))
     measured = content.get("metrics") or {}
     accuracy, length = (measured.get(f"eval_{name}") for name in ("accuracy_0", "mean_acceptance_length"))
     return HeadRecord(
@@ -215,13 +211,6 @@ def _provenance(folder: str) -> Mapping[str, Any]:
     try:
         return read_provenance(folder) or {}
     except CheckpointError:
-        return {}
-
-
-def _samples(identity: Mapping[str, Any]) -> dict[str, WeightSample]:
-    try:
-        return {str(name): WeightSample.parse(text) for name, text in (identity.get("weights") or {}).items()}
-    except (ValueError, AttributeError):
         return {}
 
 

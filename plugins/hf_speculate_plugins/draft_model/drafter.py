@@ -15,8 +15,8 @@ from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import compare_weights, sample_weights, supported_shape
-from hf_speculate.speculator import local_folder, read_options
+from hf_speculate.scoring import supported_shape
+from hf_speculate.speculator import compare_weights, local_folder, read_options, sample_weights
 from hf_speculate.stats import Advice
 
 from ..checkpoints import ConfigValues, checkpoint_files, listed, read_config, tensor_shapes
@@ -214,8 +214,8 @@ class DraftModelDrafter(Drafter):
 def _has_same_weights(first: GenerativeModel, second: GenerativeModel) -> bool:
     if first.num_parameters() != second.num_parameters():
         return False
-    likeness = compare_weights(sample_weights(first), sample_weights(second))
-    return bool(likeness.compared) and not likeness.changed
+    are_same = compare_weights(sample_weights(first), sample_weights(second)).values()
+    return bool(are_same) and all(are_same)
 
 
 def _as_set(ids: int | Sequence[int] | None) -> set[int]:
