@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Draws `docs/rooms.svg`, the rooms of the core and who imports whom, from the imports themselves.
+"""Draws who imports whom, from the imports themselves: `docs/whole.svg` and, of the engine alone, `docs/rooms.svg`.
 
-    python docs/generate.py            # writes it and prints the counts; `make docs` does
+    python docs/generate.py            # writes both and prints the counts; `make docs` does
 
-A room is a package or a module right below `hf_speculate/`; `__init__`, the face of the whole, is left out. A room
-stands above all that it imports; rooms that import each other stand side by side. Dark arrows are enough to reach
-everything that is imported by way of others, faint ones are the rest. Imports for type checking count.
-`tests/docs/test_rooms.py` fails when the picture is stale.
+A room of the engine is a package or a module right below `hf_speculate/`; `__init__`, the face of the whole, is left
+out. The rooms of the whole are listed below. A room stands above all that it imports; rooms that import each other
+stand side by side. Dark arrows are enough to reach everything that is imported by way of others, faint ones are the
+rest. Imports for type checking count. `tests/docs/test_rooms.py` fails when a picture is stale.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -22,6 +22,40 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parent / "hf_speculate"
 PICTURE = HERE / "rooms.svg"
+
+PLUGINS = HERE.parent / "plugins"
+HOUSES = (
+    PACKAGE,
+    *(PLUGINS / f"hf_speculate_{name}" for name in ("gguf", "plugins", "tools")),
+    HERE.parent / "training/hf_speculate_training",
+)
+WHOLE_PICTURE = HERE / "whole.svg"
+# Beginnings of module names; the longest one that fits gives the room.
+WHOLE = {
+    "hf_speculate_training": "training",
+    "hf_speculate_tools": "commands",
+    "hf_speculate_tools.hub": "cards, uploads",
+    "hf_speculate_plugins": "drafters",
+    "hf_speculate_plugins.heads": "head files",
+    "hf_speculate_plugins.checkpoints": "head files",
+    "hf_speculate_gguf": "GGUF files",
+    "hf_speculate_gguf.native": "kernel",
+    **dict.fromkeys(
+        (f"hf_speculate.{name}" for name in ("request", "speculator", "custom_generate", "testing")), "request"
+    ),
+    **dict.fromkeys((f"hf_speculate.{name}" for name in ("loop", "policy")), "loop, policy"),
+    "hf_speculate.drafting": "drafting",
+    **dict.fromkeys(
+        (f"hf_speculate.{name}" for name in ("scoring", "verification", "cache", "compilation")), "score and verify"
+    ),
+    **dict.fromkeys(
+        (
+            f"hf_speculate.{name}"
+            for name in ("tree", "stats", "models", "files", "errors", "messages", "transfers", "compatibility")
+        ),
+        "trees, values",
+    ),
+}
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -61,22 +95,44 @@ class Rooms:
 
 def read_rooms(package: Path) -> Rooms:
     """The rooms of a package, from its files."""
-    paths = sorted(package.rglob("*.py"))
-    modules = {_module(path, package): path for path in paths}
+    return _read([package], lambda module: _room(module, package.name))
+
+
+def read_whole() -> Rooms:
+    """The rooms of the whole wheel. Imports of the engine from other houses are late ones, which pyproject.toml names;
+    they are left out."""
+    return _read(HOUSES, _room_of_whole)
+
+
+def _room_of_whole(module: str) -> str | None:
+    """The room of a module; None for the faces of the engine."""
+    beginnings = [name for name in WHOLE if f"{module}.".startswith(f"{name}.")]
+    return WHOLE[max(beginnings, key=len)] if beginnings else None
+
+
+def _read(packages: Sequence[Path], room_of: Callable[[str], str | None]) -> Rooms:
+    files = [(path, package) for package in packages for path in sorted(package.rglob("*.py"))]
+    modules = {_module(path, package) for path, package in files}
     imports: dict[str, set[str]] = {}
     num_modules: dict[str, int] = {}
-    for path in paths:
-        room = _room(_module(path, package), package.name)
+    for path, package in files:
+        room = room_of(_module(path, package))
         if room is not None:
             num_modules[room] = num_modules.get(room, 0) + 1
-            imported = {_room(name, package.name) for name in _imported(path, package, modules)}
-            imports.setdefault(room, set()).update(imported - {room, None})  # type: ignore[arg-type]
-    lengths = {str(path.relative_to(package)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+            names = [
+                name
+                for name in _imported(path, package, modules)
+                if package != packages[0] or name.partition(".")[0] == package.name
+            ]
+            imports.setdefault(room, set()).update(set(map(room_of, names)) - {room, None})  # type: ignore[arg-type]
+    lengths = {
+        str(path.relative_to(package)): len(path.read_text(encoding="utf-8").splitlines()) for path, package in files
+    }
     largest = min(lengths, key=lambda name: (-lengths[name], name))
     return Rooms(
         imports={room: frozenset(found) for room, found in sorted(imports.items())},
         num_modules=num_modules,
-        num_top=sum(path.parent == package for path in paths),
+        num_top=sum(path.parent in packages for path, _ in files),
         largest=(largest, lengths[largest]),
     )
 
@@ -226,9 +282,9 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], is_kept: bool) 
 
 
 def main() -> None:
-    rooms = read_rooms(PACKAGE)
-    PICTURE.write_text(draw(rooms), encoding="utf-8")
-    sys.stdout.write(f"{PICTURE.name}: {rooms.counts}\n")
+    for picture, rooms in ((PICTURE, read_rooms(PACKAGE)), (WHOLE_PICTURE, read_whole())):
+        picture.write_text(draw(rooms), encoding="utf-8")
+        sys.stdout.write(f"{picture.name}: {rooms.counts}\n")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,13 @@ def graph(**imports):
     return {room: frozenset(found.split()) for room, found in imports.items()}
 
 
-def test_the_picture_is_that_of_the_code(generate):
-    drawn = generate.draw(generate.read_rooms(generate.PACKAGE))
-    assert generate.PICTURE.read_text() == drawn, "docs/rooms.svg is stale: run `python docs/generate.py`"
+def test_the_pictures_are_those_of_the_code_and_fit_a_screen(generate):
+    whole, engine = generate.read_whole(), generate.read_rooms(generate.PACKAGE)
+    for picture, rooms in ((generate.WHOLE_PICTURE, whole), (generate.PICTURE, engine)):
+        assert picture.read_text() == generate.draw(rooms), "a picture is stale: run `python docs/generate.py`"
+        assert not any(room in generate._reachable(room, rooms.imports) for room in rooms.imports), "no circles"
+    assert len(whole.imports) <= 12
+    assert (len(engine.imports) <= 20, engine.num_arrows <= 90) == (True, True)
 
 
 def test_rooms_are_packages_and_modules_and_every_kind_of_import_counts(generate, tmp_path):
