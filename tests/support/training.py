@@ -108,8 +108,7 @@ def own_text(target: Any, length: int, vocab_size: int = VOCAB_SIZE) -> tuple[to
 def learn_by_heart(method: Any, batch: Batch, states: Any, depth: int, num_steps: int, lr: float) -> StepOutput:
     """Trains until every draft of `depth` tokens is right; returns the last output."""
     optimizer = torch.optim.Adam(method.parameters(), lr=lr)
-    for step in range(num_steps):
-        method.on_step(step, num_steps)
+    for _ in range(num_steps):
         optimizer.zero_grad()
         output = method(batch, states)
         if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(depth)):

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.methods.eagle import Eagle3Method
-from hf_speculate_training.run import last_checkpoint, read_recipe, recipe_from, train_head
+from hf_speculate_training.run import HeadTrainer, last_checkpoint, read_recipe, recipe_from, train_head
 from hf_speculate_training.run.folder import locked
 from hf_speculate_training.run.guards import InterruptedTrainingError
 
@@ -27,15 +26,15 @@ from hf_speculate_training.run.guards import InterruptedTrainingError
 # Slows every step down, so that the kill lands between a checkpoint and the next one.
 SLOW_TRAIN = """
 import sys, time
-from hf_speculate_training.methods.eagle import Eagle3Method
-from hf_speculate_training.run import read_recipe
-from hf_speculate_training.run import train_head
+from hf_speculate_training.run import HeadTrainer, read_recipe, train_head
 import torch
 torch.set_num_threads(1)
-def on_step(self, step, num_steps):
-    print("step", step, flush=True)
-    time.sleep(0.3 if step >= 4 else 0)
-Eagle3Method.on_step = on_step
+training_step = HeadTrainer.training_step
+def slow_step(self, *arguments):
+    print("step", self.state.global_step, flush=True)
+    time.sleep(0.3 if self.state.global_step >= 4 else 0)
+    return training_step(self, *arguments)
+HeadTrainer.training_step = slow_step
 train_head(read_recipe(sys.argv[1]))
 """
 
@@ -205,12 +204,15 @@ def press_ctrl_c(monkeypatch):
     """Factory: Ctrl-C while the step of that number is computed."""
 
     def press(at: int, times: int = 1) -> None:
-        def on_step(self, step, num_steps):
-            if step == at:
+        training_step = HeadTrainer.training_step
+
+        def interrupted(self, *arguments):
+            if self.state.global_step == at:
                 for _ in range(times):
                     signal.raise_signal(signal.SIGINT)
+            return training_step(self, *arguments)
 
-        monkeypatch.setattr(Eagle3Method, "on_step", on_step)
+        monkeypatch.setattr(HeadTrainer, "training_step", interrupted)
 
     return press
 

@@ -152,13 +152,6 @@ class TrainingMethod(nn.Module, ABC):
         """
         return self.drafter(target).save_pretrained(folder, layout)
 
-    def on_step(self, step: int, num_steps: int) -> None:
-        """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
-
-    def check_layout(self, target: GenerativeModel, layout: str | None) -> None:
-        """Raises `CheckpointError` if `save` could not write the head in `layout`. Called before the first step."""
-        self.drafter(target).check_layout(layout)
-
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
         """The target's token of each draft column, ascending; None where they are the same."""

@@ -49,7 +49,7 @@ def check_run(run: TrainingRun) -> None:
             "target.shard does not go with features.source=cache: processes would run the target unequally often."
         )
     try:
-        method.check_layout(target, recipe.output.layout)
+        method.drafter(target).check_layout(recipe.output.layout)
     except SpeculateError as error:
         raise SpeculateError(f"output.layout={recipe.output.layout}: {error}") from error
     _check_evaluation(run)

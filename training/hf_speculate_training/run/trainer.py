@@ -111,7 +111,7 @@ class HeadTrainer(Trainer):
             train_dataset=parts.train_rows(),
             eval_dataset=parts.evaluation_rows(),
             processing_class=parts.tokenizer,
-            callbacks=[DivergenceGuard(parts.method), self._interruption, *(callbacks or [])],
+            callbacks=[DivergenceGuard(), self._interruption, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
