@@ -181,12 +181,6 @@ def test_nobody_is_there(tmp_path, byte_tokenizer):
         Connection("localhost:8000")
 
 
-def test_another_model_is_another_file(server, tmp_path):
-    run(server, chats(3), tmp_path / "out.jsonl")
-    with pytest.raises(SpeculateError, match="server 'stand-in', now 'another'"):
-        run(server, chats(3), tmp_path / "out.jsonl", model="another")
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -146,9 +146,10 @@ def _read_files(path: Path, files: list[str], split: str) -> Any:
     by_split, asked = {"train": files}, "train"
     if path.is_dir() and suffixes.isdisjoint(_OWN_TEXTS):
         found = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
-        # It takes "own.jsonl.settings" for JSON.
+        # `datasets` takes own.jsonl.settings for JSON as well.
         by_split, asked = {name: list(filter(_is_data, each)) for name, each in found.items()}, split
-    literal = {name: list(map(glob.escape, each)) for name, each in by_split.items() if each}  # they are no patterns
+    # Names are to be taken literally, not as patterns.
+    literal = {name: list(map(glob.escape, each)) for name, each in by_split.items() if each}
     return load_dataset(builder, data_files=literal, split=asked, **options)
 
 

@@ -1,4 +1,4 @@
-"""What a user needs to know before a long run: checks for failures that would come after hours, and `--dry-run`."""
+"""Checks before a long run for failures that would come after hours, and the plan of a run, for `--dry-run`."""
 
 from __future__ import annotations
 
