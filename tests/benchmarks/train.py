@@ -216,7 +216,6 @@ def _measure_method(name: str, path: str, settings: TrainSettings, device: str, 
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = _batch(settings, unwrap(target).config.get_text_config(decoder=True).vocab_size)
     method.train()
-    method.on_step(1, 1)  # of methods with stages: the last one
     steps = []
     for _ in range(settings.repeats + 1):
         times = [_now(device)]

@@ -51,7 +51,6 @@ def _steps(setting: Setting, method_class: Any, target: Any, length: int) -> dic
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = _batch(length, target.config.vocab_size)
     method.train()
-    method.on_step(1, 1)
     seconds, broken, loss = [], [], torch.tensor(math.nan)
     for _ in range(1 + (1 if setting.is_tiny else STEPS)):
 

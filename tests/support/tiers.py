@@ -34,7 +34,6 @@ QUICK = (
     "training/*test_data.py",
     "training/*test_losses.py",
     "training/*test_optimizers.py",
-    "training/*test_process_group.py",
     "training/*test_recipe.py",
 )
 

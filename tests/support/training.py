@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import yaml
+from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -108,8 +109,7 @@ def own_text(target: Any, length: int, vocab_size: int = VOCAB_SIZE) -> tuple[to
 def learn_by_heart(method: Any, batch: Batch, states: Any, depth: int, num_steps: int, lr: float) -> StepOutput:
     """Trains until every draft of `depth` tokens is right; returns the last output."""
     optimizer = torch.optim.Adam(method.parameters(), lr=lr)
-    for step in range(num_steps):
-        method.on_step(step, num_steps)
+    for _ in range(num_steps):
         optimizer.zero_grad()
         output = method(batch, states)
         if all(float(output.metrics[f"accuracy_{k}"]) == 1 for k in range(depth)):
@@ -127,3 +127,15 @@ def assert_every_draft_is_accepted(target: Any, drafter: Any, prompts: torch.Ten
     assert torch.equal(again, text)
     assert set(speculator.stats.acceptance_rate_by_depth.values()) == {1.0}
     return speculator
+
+
+def chats(count: int, turns: int = 1) -> Dataset:
+    """Conversations whose prompts have different lengths; the answers of the data are never to be seen again."""
+    conversations = []
+    for number in range(count):
+        messages = []
+        for turn in range(turns):
+            messages.append({"role": "user", "content": f"question {number} {'x' * (number % 7)} {turn}"})
+            messages.append({"role": "assistant", "content": "of the data"})
+        conversations.append(messages)
+    return Dataset.from_dict({"messages": conversations})

@@ -30,14 +30,9 @@ class RecipeError(SpeculateError, ValueError):
 
 
 def read_section(kind: type[Section], values: Mapping[str, Any], where: str) -> Section:
-    """The dataclass `kind` made of plain values.
+    """The dataclass `kind` made of plain values; raises `RecipeError` for unknown keys and values of the wrong type.
 
-    Args:
-        kind: the dataclass; its annotations give the accepted values.
-        values: plain values by field.
-        where: the section's name in messages, e.g. "method.options".
-    Raises:
-        RecipeError: a key is not a field, a value has the wrong type, or the dataclass itself refuses it.
+    `where` is the section's name in messages, e.g. "method.options".
     """
     refuse_unknown(values, field_names(kind), where)
     return validated(kind, values, f"the section {where}")

@@ -74,11 +74,7 @@ class TargetSection:
 
 
 def load_target(section: TargetSection, device: torch.device) -> nn.Module:
-    """The target, frozen, in `eval()` mode, with its adapter.
-
-    Raises:
-        SpeculateError: it cannot be had; in one line.
-    """
+    """The target, frozen, in `eval()` mode, with its adapter; raises `SpeculateError` in one line."""
     section = _located(section)
     with _errors_in_a_line(f"load the target {section.path!r}"):
         model = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)

@@ -27,10 +27,7 @@ from hf_speculate_training.data import (
     [
         ({"question": "1+1?", "answer": "2", "id": "7"}, "1+1?", "2"),
         ({"instruction": "Add.", "input": "1, 1", "output": "2"}, "Add.\n\n1, 1", "2"),
-        ({"instruction": "Greet.", "input": "", "output": "Hi"}, "Greet.", "Hi"),
         ({"instruction": "Why?", "context": None, "response": "So."}, "Why?", "So."),
-        ({"prompt": "1+1?", "response": "2"}, "1+1?", "2"),
-        ({"query": "1+1?", "response": "2"}, "1+1?", "2"),
     ],
 )
 def test_columns_of_others_are_prompt_and_completion(record, prompt, completion):
@@ -126,12 +123,10 @@ def test_llama_factory(byte_tokenizer, write_lines):
         {"tools": "calculator"},
         {"tools": {"a": 1}},
         {"messages": [{"role": "assistant", "content": 5}]},
-        {"messages": [{"role": "assistant", "tool_calls": "x"}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
         {"messages": [{"role": "assistant", "tool_calls": [None]}]},
         {"messages": [{"role": "function_call", "content": "add(1)"}]},
     ],
-    ids=range(7),
+    ids=range(5),
 )
 def test_tools_that_cannot_be_read_are_the_records_fault(change):
     with pytest.raises(RecordError):
@@ -169,13 +164,11 @@ def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
     ("files", "message"),
     [
         ({"a.jsonl": '{"text":"caf\xe9"}\n'.encode("latin-1")}, "UTF-8: `iconv"),
-        ({"a.txt": "caf\xe9".encode("latin-1")}, "UTF-8: `iconv"),
-        ({"a.csv": "text\ncaf\xe9\n".encode("latin-1")}, "UTF-8: `iconv"),
         ({"a.jsonl": b'{"text": "a"}\n{"text": [\n'}, "cannot read the data"),
         ({"a.jsonl": b'{"text": "a"}\n', "b.jsonl": b'{"prompt": "a", "id": [1]}\n'}, "must be the same"),
         ({"a.parquet": b"PAR1 and no more"}, "cannot read the data"),
     ],
-    ids=["latin-1", "latin-1 text", "latin-1 csv", "broken line", "other columns", "no parquet"],
+    ids=["latin-1", "broken line", "other columns", "no parquet"],
 )
 def test_files_that_are_not_as_they_should_be(byte_tokenizer, tmp_path, files, message):
     folder = tmp_path / "data"
@@ -188,18 +181,18 @@ def test_files_that_are_not_as_they_should_be(byte_tokenizer, tmp_path, files, m
 
 def test_a_folder_as_it_is_downloaded(byte_tokenizer, tmp_path):
     """Cards, licences and hidden files are no data, and test files are for measuring."""
-    for name in ("train", "extra", "test", "data/dev-00000", "eval/part", ".cache/huggingface/x"):
+    for name in ("train", "test", "data/dev-00000", ".cache/huggingface/x"):
         path = tmp_path / "data" / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"text": name}) + "\n")
-    for name in ("README.md", "LICENSE.md", "dataset_infos.json", ".gitattributes"):
-        (tmp_path / "data" / name).write_text('{"splits": 1}')
+    for name in ("README.md", "LICENSE.md", ".gitattributes"):
+        (tmp_path / "data" / name).write_text("about the data")
     found = {
         split: [record["text"] for record in load_records(tmp_path / "data", split=split)]
         for split in ("train", "test", "validation")
     }
-    assert found == {"train": ["extra", "train"], "test": ["eval/part", "test"], "validation": ["data/dev-00000"]}
-    with pytest.raises(SpeculateError, match="no split 'other'; there are: test, train, validation"):
+    assert found == {"train": ["train"], "test": ["test"], "validation": ["data/dev-00000"]}
+    with pytest.raises(SpeculateError, match=r"cannot read the data .*Unknown split .other.\. Should be one of"):
         load_records(tmp_path / "data", split="other")
 
 

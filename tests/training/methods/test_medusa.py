@@ -12,6 +12,7 @@ from hf_speculate_plugins.medusa import StaticTree
 from hf_speculate_training.data import NO_DOCUMENT, Batch
 from hf_speculate_training.methods.medusa import (
     MedusaMethod,
+    MedusaShape,
     MedusaTrainingOptions,
     new_medusa,
     warm_medusa,
@@ -34,18 +35,22 @@ KEPT = torch.arange(0, VOCAB_SIZE, 2)
 SHAPES = {
     "shared": {},
     "own": {"shared_lm_head": False},
-    "truncated": {"target_ids": KEPT},
+    "truncated": {},
     "two blocks": {"num_layers": 2},
 }
+
+
+def new_heads(target, shape: str):
+    return new_medusa(target, MedusaShape(num_heads=HEADS, **SHAPES[shape]), KEPT if shape == "truncated" else None)
 
 
 def method(shape: str = "shared", dtype: torch.dtype = torch.float64, **options) -> MedusaMethod:
     torch.manual_seed(1)
     target = build_tiny_model(dtype=dtype)
-    heads = new_medusa(target, HEADS, **SHAPES[shape])
+    heads = new_heads(target, shape)
     for parameter in heads.parameters():
         parameter.data = parameter.data.to(dtype) + 0.1 * torch.randn_like(parameter, dtype=dtype)
-    return MedusaMethod(heads, target, MedusaTrainingOptions(**options)).train()
+    return MedusaMethod(heads, target, options=MedusaTrainingOptions(**options)).train()
 
 
 def states_of(method: MedusaMethod, batch: Batch, dtype: torch.dtype = torch.float64) -> TargetStates:
@@ -54,7 +59,7 @@ def states_of(method: MedusaMethod, batch: Batch, dtype: torch.dtype = torch.flo
 
 def slow_loss(method: MedusaMethod, batch: Batch, decay: float = 0.8):
     """Position by position and head by head, blocks written out."""
-    heads, target = method.heads, build_tiny_model(dtype=method.heads.dtype)
+    heads, target = method.head, build_tiny_model(dtype=method.head.dtype)
     hidden = states_of(method, batch, heads.dtype).last_hidden
     kept = list(range(VOCAB_SIZE)) if heads.token_ids is None else heads.token_ids.tolist()
     ids, documents, mask = (batch[name].tolist() for name in ("input_ids", "document_ids", "loss_mask"))
@@ -116,7 +121,7 @@ class TestDecodingComputesTheSame:
         made, target = method(shape, dtype), build_tiny_model(dtype=dtype)
         batch = packed([14])
         tokens, hidden = batch["input_ids"], states_of(made, batch, dtype).last_hidden
-        trained = made.heads(hidden, target.lm_head).detach()
+        trained = made.head(hidden, target.lm_head).detach()
         drafter = made.drafter(target)
         for t in range(2, 12):
             session = drafter.start(DraftRequest(target=target, input_ids=tokens[:, : t + 1]))
@@ -136,7 +141,9 @@ class TestLearning:
         prompts, batch = own_text(target, 22)
         batch["loss_mask"][:, :5] = False
         made = MedusaMethod(
-            new_medusa(target, HEADS, 2, shared_lm_head=False), target, MedusaTrainingOptions(soft=soft)
+            new_medusa(target, MedusaShape(num_heads=HEADS, num_layers=2, shared_lm_head=False)),
+            target,
+            options=MedusaTrainingOptions(soft=soft),
         )
         states = TargetReader(target, made.feature_layers)(batch)
         learn_by_heart(made, batch, states, HEADS, num_steps=200, lr=1e-2)
@@ -148,19 +155,17 @@ class TestLearning:
     def test_a_fresh_head_says_what_the_target_says(self):
         target = build_tiny_model()
         hidden = torch.randn(5, target.config.hidden_size)
-        for shape in ({}, {"shared_lm_head": False}, {"target_ids": KEPT}):
-            logits = new_medusa(target, HEADS, **shape)(hidden, target.lm_head)
-            expected = (
-                target.lm_head(hidden)[:, shape["target_ids"]] if "target_ids" in shape else target.lm_head(hidden)
-            )
+        for shape in ("shared", "own", "truncated"):
+            logits, expected = new_heads(target, shape)(hidden, target.lm_head), target.lm_head(hidden)
+            expected = expected[:, KEPT] if shape == "truncated" else expected
             torch.testing.assert_close(logits, expected.expand(HEADS, -1, -1))
 
     def test_warm_start(self, tmp_path):
         target = build_tiny_model()
         made = method("own", torch.float32)
         made.drafter(target).save_pretrained(tmp_path)
-        again = warm_medusa(tmp_path, target)
-        for name, parameter in made.heads.named_parameters():
+        again, _ = warm_medusa(tmp_path, target)
+        for name, parameter in made.head.named_parameters():
             assert torch.equal(dict(again.named_parameters())[name], parameter)
             assert dict(again.named_parameters())[name].requires_grad
         extended = copy.deepcopy(target)

@@ -5,10 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import pytest
@@ -21,9 +17,10 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import SpeculateError
 from hf_speculate_training.data import DataOptions, load_records, prepare_data
 from hf_speculate_training.regenerate import RegenerateOptions, regenerate
-from hf_speculate_training.regenerate.answers import line_digest
 from hf_speculate_training.regenerate.command import regenerate_command
-from hf_speculate_training.regenerate.journal import Journal
+from hf_speculate_training.regenerate.journal import Journal, read_lines
+
+from ...support.training import chats
 
 
 VOCAB_SIZE = 3 + 256
@@ -38,18 +35,6 @@ def target(tiny_model):
     model = copy.deepcopy(tiny_model(vocab_size=VOCAB_SIZE))
     model.generation_config.eos_token_id = END
     return model
-
-
-def chats(count: int, turns: int = 1) -> Dataset:
-    """Conversations whose prompts have different lengths; the answers of the data are never to be seen again."""
-    conversations = []
-    for number in range(count):
-        messages = []
-        for turn in range(turns):
-            messages.append({"role": "user", "content": f"question {number} {'x' * (number % 7)} {turn}"})
-            messages.append({"role": "assistant", "content": "of the data"})
-        conversations.append(messages)
-    return Dataset.from_dict({"messages": conversations})
 
 
 def run(target, tokenizer, records, output, options=OPTIONS, **arguments):
@@ -136,26 +121,6 @@ def test_later_turns_see_what_was_written(target, byte_tokenizer, tmp_path, prin
     assert (max(parts.values()) == 1) == printable
 
 
-def test_rewritten_history_makes_a_document_of_its_own(target, byte_tokenizer, tmp_path):
-    """Where a template shows earlier answers otherwise, the prompt of a later turn is what the template says."""
-    byte_tokenizer.chat_template = byte_tokenizer.chat_template.replace(
-        "{{ m['content'] }}", "{{ 'cut' if m['role'] == 'assistant' else m['content'] }}"
-    )
-    raise_end_logit(target, 4.0)
-    output = tmp_path / "out.jsonl"
-    run(target, byte_tokenizer, chats(6, turns=2), output)
-    groups = {}
-    for line in lines_of(output):
-        groups.setdefault(line["id"], []).append(line)
-    second = [group[1] for group in groups.values() if len(group) > 1]
-    assert second, "the test must see later turns"
-    for line in second:
-        start = line["loss_mask"].index(1)
-        prompt = byte_tokenizer.decode(line["input_ids"][:start])
-        assert "assistant\ncut<|im_end|>" in prompt
-        assert line["input_ids"][start:] == plain_answer(target, line["input_ids"][:start])
-
-
 def test_plain_texts_are_continued(target, byte_tokenizer, tmp_path):
     target.generation_config.eos_token_id = byte_tokenizer.eos_token = None
     texts = Dataset.from_dict({"text": ["abcdefghij" * 5, "klmnopq" * 4, "short"]})
@@ -212,51 +177,6 @@ def test_cut_anywhere_and_resumed_it_is_the_same_file(target, byte_tokenizer, tm
         report = run(target, byte_tokenizer, chats(6, turns=2), path, options)
         assert path.read_bytes() == content, f"cut at byte {size}"
         assert report.num_found + report.num_written == 6
-
-
-_KILLED = """
-import sys
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from hf_speculate_training.regenerate import RegenerateOptions, regenerate
-
-torch.set_num_threads(1)
-folder, output = sys.argv[1:]
-target = AutoModelForCausalLM.from_pretrained(folder)
-records = Dataset.load_from_disk(folder + "/records")
-options = RegenerateOptions(max_new_tokens=8, batch_size=2, temperature=1.0)
-regenerate(target, AutoTokenizer.from_pretrained(folder), records, output, options, show_progress=False)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_killed_process_and_resumed(target, byte_tokenizer, tmp_path):
-    """kill -9 in the middle: the next run ends with the file of a run that was never killed."""
-    target.save_pretrained(tmp_path)
-    byte_tokenizer.save_pretrained(tmp_path)
-    records = chats(60)
-    records.save_to_disk(str(tmp_path / "records"))
-    output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-c", _KILLED, str(tmp_path), str(output)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if output.exists() and output.read_bytes().count(b"\n") >= 6:
-            break
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
-    assert process.returncode == -signal.SIGKILL, "it must have been killed on its way, not have ended"
-    assert output.read_bytes().count(b"\n") < 60
-
-    options = RegenerateOptions(max_new_tokens=8, batch_size=2, temperature=1.0)
-    report = run(target, byte_tokenizer, records, output, options)
-    assert report.num_found >= 6
-    assert report.num_found + report.num_written == 60
-    run(target, byte_tokenizer, records, tmp_path / "whole.jsonl", options)
-    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_command(target, byte_tokenizer, tmp_path, write_lines):
@@ -356,13 +276,10 @@ def test_full_disk_keeps_what_was_written(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert path.read_bytes() == before
         journal.append([[line | {"id": "1"}]])
-        assert [found["id"] for found in journal.lines()] == ["0", "1"]
-        assert all(line_digest(found) == line_digest(line) for found in journal.lines())
+        assert [found["id"] for found in read_lines(path)] == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    "place", ["folder", "/dev/full", "/dev/null", "file/out.jsonl", "loop", "n" * 300, "/proc/x/o"]
-)
+@pytest.mark.parametrize("place", ["folder", "/dev/full", "file/out.jsonl", "loop"])
 def test_outputs_that_cannot_be(tmp_path, place):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
@@ -375,41 +292,12 @@ def test_outputs_that_cannot_be(tmp_path, place):
     assert not os.path.exists(f"{place}.lock"), "nothing lies beside a device"
 
 
-def test_no_room_for_the_settings(tmp_path):
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(SpeculateError, match=r"cannot write out.jsonl.settings to .*File too large"):
-            Journal(tmp_path / "out.jsonl", {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.lock"]
-    Journal(tmp_path / "out.jsonl", {}).close()
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ('{"id": "0", "part": 0, "is_last": true, "input_ids": [1], "num_prompt_tokens": 1}', "holds number 0 twice"),
-        ('{"is_last": true}', "not written by this command"),
-        (
-            '{"id": 5, "part": 0, "is_last": true, "input_ids": [1], "num_prompt_tokens": 1}',
-            "not written by this command",
-        ),
-        (
-            '{"id": "5", "part": "0", "is_last": true, "input_ids": [1], "num_prompt_tokens": 1}',
-            "not written by this command",
-        ),
         ('{"id": "5", "part": 0, "is_last": true}', "not written by this command"),
-        (
-            '{"id": "5", "part": 0, "is_last": true, "input_ids": "x", "num_prompt_tokens": 1}',
-            "not written by this command",
-        ),
-        ("[1, 2]", "not written by this command"),
-        ("null", "not written by this command"),
         ("[" * 100_000, "not written by this command"),
-        ("\0" * 100, "not written by this command"),
     ],
 )
 def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, line, said):
@@ -421,16 +309,6 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, line, said):
     with pytest.raises(SpeculateError, match=said):
         Journal(path, {})
     assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("settings", ["", "[]", "null", "[" * 100_000])
-def test_damaged_settings(tmp_path, settings):
-    path = tmp_path / "out.jsonl"
-    with Journal(path, {}) as journal:
-        journal.append([[{"id": "0", "part": 0, "input_ids": [1], "num_prompt_tokens": 1}]])
-    path.with_name("out.jsonl.settings").write_text(settings)
-    with pytest.raises(SpeculateError, match=r"cannot be read: give another output"):
-        Journal(path, {})
 
 
 @pytest.mark.parametrize(

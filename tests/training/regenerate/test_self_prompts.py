@@ -11,12 +11,10 @@ import typer
 from datasets import Dataset
 from typer.testing import CliRunner
 
-from hf_speculate import AutoSpeculator
 from hf_speculate.errors import SpeculateError
-from hf_speculate_training.data import Chat, DataOptions, HeldOut, Plain, Tokens, prepare_data
+from hf_speculate_training.data import Chat, DataOptions, HeldOut, Plain, prepare_data
 from hf_speculate_training.regenerate import (
     RegenerateOptions,
-    SelfPromptOptions,
     regenerate,
     write_self_prompts,
 )
@@ -25,7 +23,8 @@ from hf_speculate_training.regenerate.command import regenerate_command
 from hf_speculate_training.regenerate.journal import read_lines
 
 
-OPTIONS = SelfPromptOptions(count=24, max_new_tokens=24, batch_size=8)
+COUNT = 24
+OPTIONS = RegenerateOptions(temperature=1.0, top_p=0.95, max_new_tokens=24, batch_size=8)
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def target(tiny_model, byte_tokenizer):
 
 
 def drawn(target, tokenizer, output, options=OPTIONS, **arguments):
-    return write_self_prompts(target, tokenizer, output, options, show_progress=False, **arguments)
+    return write_self_prompts(target, tokenizer, output, COUNT, options, show_progress=False, **arguments)
 
 
 class TestSelfPrompts:
@@ -55,7 +54,7 @@ class TestSelfPrompts:
             assert line["finish"] == ("stop" if ended else "length")
         kept = [line["completion"].strip() for line in lines if line["finish"] == "stop" and line["completion"].strip()]
         assert sorted(records["prompt"]) == sorted(set(kept))
-        assert len(lines) == OPTIONS.count == len(records) + sum(dropped.values())
+        assert len(lines) == COUNT == len(records) + sum(dropped.values())
         assert len(records) > 4, "the test must see some"
         assert dropped["no end"] > 0
 
@@ -72,28 +71,15 @@ class TestSelfPrompts:
         assert {first, "another"} <= set(records["prompt"])
         assert (dropped["a duplicate"] >= 1, dropped["empty"] >= 1) == (True, True)
 
-    def test_speculation_and_an_interruption_change_nothing(self, target, byte_tokenizer, tmp_path):
-        whole = drawn(target, byte_tokenizer, tmp_path / "whole.jsonl")
-        speculator = AutoSpeculator.from_name("prompt_lookup", target, min_ngram=1)
-        path = tmp_path / "cut.jsonl"
-        drawn(target, byte_tokenizer, path, speculator=speculator)
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        again = drawn(target, byte_tokenizer, path, speculator=speculator)
-        assert speculator.stats.rounds > 0
-        assert again[0]["prompt"] == whole[0]["prompt"]
-        assert again[1] == whole[1]
-
     def test_a_turn_that_ends_in_text(self, target, byte_tokenizer, tmp_path):
         byte_tokenizer.chat_template = "{% for m in messages %}[USER] {{ m['content'] }} [/USER]{% endfor %}"
         with pytest.raises(SpeculateError, match=r"user's message with ' \[/USER\]'.*Possible: prompts from data"):
             drawn(target, byte_tokenizer, tmp_path / "drawn.jsonl")
         assert not (tmp_path / "drawn.jsonl").exists()
 
-    def test_impossible_options(self):
-        with pytest.raises(SpeculateError, match="at least 1, got 0"):
-            SelfPromptOptions(count=0)
+    def test_greedy_options_are_refused(self, target, byte_tokenizer, tmp_path):
         with pytest.raises(SpeculateError, match="must be sampled"):
-            SelfPromptOptions(count=1, temperature=0.0)
+            drawn(target, byte_tokenizer, tmp_path / "drawn.jsonl", RegenerateOptions(temperature=0.0))
 
     def test_command(self, target, byte_tokenizer, tmp_path, write_lines):
         """Questions and answers from nothing; told twice, it does nothing more."""
@@ -170,12 +156,8 @@ class TestHeldOut:
     )
     def test_words_in_a_row(self, text, is_like):
         assert self.HELD_OUT.is_like(Plain(text)) == is_like
-        assert self.HELD_OUT.is_like(Chat(({"role": "user", "content": text},))) == is_like
-
-    def test_answers_and_tokens_are_not_looked_at(self):
-        said = Chat(({"role": "user", "content": "hello"}, {"role": "assistant", "content": "Sort a list."}))
-        assert not self.HELD_OUT.is_like(said)
-        assert not self.HELD_OUT.is_like(Tokens((1, 2), (False, True)))
+        chat = Chat(({"role": "user", "content": text}, {"role": "assistant", "content": "Sort a list."}))
+        assert self.HELD_OUT.is_like(chat) == is_like, "answers are not looked at"
 
     def test_no_record_like_them_is_answered(self, tiny_model, byte_tokenizer, tmp_path):
         target = tiny_model(vocab_size=len(byte_tokenizer))

@@ -12,9 +12,6 @@ from hf_speculate.scoring import backends
 from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments
 from hf_speculate_training.data import Collator, prepare_data
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3, unrolled
-from hf_speculate_training.run import recipe_from
-from hf_speculate_training.run.dry_run import describe_run
-from hf_speculate_training.run.run import prepare
 
 
 @pytest.fixture
@@ -57,10 +54,3 @@ def test_steps_and_evaluations_of_the_trainer(saved_target, own_texts, byte_toke
     seen.clear()
     trainer.evaluate()
     assert seen == {"head": {False}, "target": {False}}
-
-
-def test_the_step_of_a_dry_run(make_recipe_values, tmp_path, seen):
-    run = prepare(recipe_from(make_recipe_values(tmp_path / "head")), write=False)
-    watch(run.target, seen)
-    describe_run(run)
-    assert seen == {"head": {False}, "backward of the head": {False}, "target": {False}}

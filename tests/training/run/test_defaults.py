@@ -62,7 +62,7 @@ def test_every_method_is_suggested_what_it_knows(method, hidden_size):
     kind.options_class(**suggested.get("options", {}))
 
 
-@pytest.mark.parametrize("method", ["dspark", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["dspark", "medusa"])
 def test_target_and_data_are_enough(saved_target, own_texts, tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
     short = ["--set", "training.max_steps=2", "--set", "evaluation.max_new_tokens=4", "--set", "data.eval_fraction=0.3"]

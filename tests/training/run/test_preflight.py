@@ -10,10 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.integrations import integration_utils
 
 from hf_speculate.errors import SpeculateError, UploadError
-from hf_speculate_training.run import HeadTrainer, preflight, prepare, recipe_from, train_head
-from hf_speculate_training.run.arguments import check_launch, process_index, quiet_replicas, rows_a_step
+from hf_speculate_training.methods.eagle import Eagle3Method
+from hf_speculate_training.run import HeadTrainer, builder, preflight, prepare, recipe, recipe_from, train_head
+from hf_speculate_training.run.arguments import check_launch, quiet_replicas
+
+
+class FrozenMethod(Eagle3Method):
+    """A method whose head is not trained."""
+
+    name = "frozen"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.requires_grad_(False)
 
 
 @pytest.fixture
@@ -30,22 +42,52 @@ def refused(recipe_values):
     return check
 
 
-class TestLayout:
-    @pytest.mark.parametrize(("method", "layout"), [("eagle3", "onnx"), ("medusa", "sglang"), ("eagle1", "vllm")])
-    def test_that_cannot_be_written(self, refused, method, layout):
-        refused(rf"output\.layout={layout}: ", method={"name": method, "options": {}}, output={"layout": layout})
+CASES = {
+    "layout": (
+        r"output\.layout=sglang: ",
+        {"method": {"name": "medusa", "options": {}}, "output": {"layout": "sglang"}},
+    ),
+    "tracker": ("report_to=.*tensorbord.* cannot be used: .*tensorboard", {"training": {"report_to": ["tensorbord"]}}),
+    "data that are not there": (
+        "'absent.jsonl': no such file",
+        {"target": {"path": "./never-loaded"}, "data": {"train": "absent.jsonl"}},
+    ),
+    "options that the drafter does not have": (
+        r"evaluation\.options cannot be used: .*dept",
+        {"evaluation": {"options": {"dept": 3}}},
+    ),
+    "prompts that fill the context": ("leaves room for 252 new tokens", {"evaluation": {"max_new_tokens": 252}}),
+    "a target that is not there": (r"cannot load the target '\./nowhere'", {"target": {"path": "./nowhere"}}),
+    "a revision of a folder": (
+        r"a revision \('main'\) needs a target on the Hub; .* is on this machine",
+        {"target": {"revision": "main"}},
+    ),
+    "a head that brings nothing to train": ("has no parameter to train", {"method": {"name": "frozen", "options": {}}}),
+}
 
 
-class TestTrackers:
-    def test_unknown(self, refused):
-        refused("report_to=tensorbord: unknown; possible: .*tensorboard", training={"report_to": ["tensorbord"]})
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_cannot_work_is_refused_before_the_first_step(refused, monkeypatch, case):
+    load = builder.load_method
+    monkeypatch.setattr(recipe, "check_method", lambda name: None)
+    monkeypatch.setattr(builder, "load_method", lambda name: FrozenMethod if name == "frozen" else load(name))
+    message, sections = CASES[case]
+    refused(message, **sections)
 
-    @pytest.mark.parametrize(
-        ("name", "package"), [("trackio", r"'hf-speculate\[trackers\]'"), ("wandb", "wandb"), ("neptune", "neptune")]
-    )
-    def test_not_installed(self, refused, monkeypatch, name, package):
-        monkeypatch.setattr(preflight, "_is_installed", lambda tracker: False)
-        refused(f"{name} is not installed. pip install {package}", training={"report_to": name})
+
+def test_a_tracker_that_is_not_installed(refused, monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    refused("report_to=.* cannot be used: .*pip install wandb", training={"report_to": "wandb"})
+
+
+def test_evaluation_data_of_which_no_prompt_can_be_made(refused, write_lines):
+    data = write_lines([{"input_ids": [5, 6], "loss_mask": [True, True]}], "eval.jsonl")
+    refused("no evaluation prompt can be made", data={"eval": str(data)}, evaluation={"prompt_tokens": 0})
+
+
+def test_prompts_without_evaluation_data(refused, write_lines):
+    prompts = write_lines([{"prompt": "a b c"}], "prompts.jsonl")
+    refused("evaluation.prompts are given, but no", data={"eval": None}, evaluation={"prompts": str(prompts)})
 
 
 class TestHub:
@@ -65,22 +107,6 @@ class TestHub:
         assert not list(folder.glob(".train*"))
 
 
-class TestEvaluation:
-    def test_data_that_are_not_there(self, refused):
-        refused("'absent.jsonl': no such file", target={"path": "./never-loaded"}, data={"train": "absent.jsonl"})
-
-    def test_prompts_without_evaluation_data(self, refused, write_lines):
-        prompts = write_lines([{"prompt": "a b c"}], "prompts.jsonl")
-        refused("evaluation.prompts are given, but no", data={"eval": None}, evaluation={"prompts": str(prompts)})
-
-    def test_data_of_which_no_prompt_can_be_made(self, refused, write_lines):
-        data = write_lines([{"input_ids": [5, 6], "loss_mask": [True, True]}], "eval.jsonl")
-        refused("no evaluation prompt can be made", data={"eval": str(data)}, evaluation={"prompt_tokens": 0})
-
-    def test_options_that_the_drafter_does_not_have(self, refused):
-        refused(r"evaluation\.options cannot be used: .*dept", evaluation={"options": {"dept": 3}})
-
-
 class TestDisk:
     @pytest.fixture
     def free(self, monkeypatch):
@@ -96,18 +122,18 @@ class TestDisk:
     def test_cache_and_checkpoints_together(self, recipe_values, free, tmp_path):
         """Each of them fits; and what a cache holds already is not needed again."""
         recipe_values["features"] = {"source": "cache", "folder": str(tmp_path / "features")}
-        recipe = recipe_from(recipe_values)
-        run = prepare(recipe)
+        given = recipe_from(recipe_values)
+        run = prepare(given)
         output = preflight._output_bytes(run.args, run.target, run.method)
         size = 12 * 48 * (3 * 32 * 4 + 25)  # 12 rows of 48 tokens; two features and the last state, float32
         free(output + size)
-        prepare(recipe)
+        prepare(given)
         free(output + size - 1)
         with pytest.raises(SpeculateError, match=r"checkpoints and head .*, feature cache in .*features"):
-            prepare(recipe)
+            prepare(given)
         (tmp_path / "features").mkdir()
         (tmp_path / "features" / "held").write_bytes(b"x" * 1000)
-        prepare(recipe)
+        prepare(given)
 
 
 def test_a_failing_evaluation_does_not_take_the_head_along(recipe_values, monkeypatch, saved_target):
@@ -155,16 +181,11 @@ def test_a_process_takes_one_device(make_args, caplog):
     assert "3 devices are there, this process uses the first" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["true", "True", "1"])
-def test_fsdp_of_accelerate_is_refused_before_anything_is_written(recipe_values, tmp_path, monkeypatch, value):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", value)
+def test_fsdp_of_accelerate_is_refused_before_anything_is_written(recipe_values, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(SpeculateError, match="not with accelerate's --use_fsdp"):
         train_head(recipe_from(recipe_values))
     assert not (tmp_path / "out").exists()
-
-
-def test_rows_a_step(make_args):
-    assert rows_a_step(make_args(per_device_train_batch_size=3, gradient_accumulation_steps=4)) == 12
 
 
 def test_replicas_are_quiet(make_args, monkeypatch, caplog):
@@ -189,10 +210,3 @@ def test_replicas_are_quiet(make_args, monkeypatch, caplog):
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
-
-
-def test_place_among_processes(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert process_index() == 0
-    monkeypatch.setenv("RANK", "3")
-    assert process_index() == 3

@@ -51,12 +51,7 @@ def test_overrides_win_and_make_sections(recipe_values, tmp_path):
     ("place", "key", "suggestion"),
     [
         ((), "traning", "training"),
-        (("target",), "pth", "path"),
         (("data",), "max_lenght", "max_length"),
-        (("method",), "heads", "head"),
-        (("evaluation",), "node", "nodes"),
-        (("output",), "layuot", "layout"),
-        (("features",), "sorce", "source"),
     ],
 )
 def test_unknown_keys_are_refused_with_a_suggestion(recipe_values, place, key, suggestion):
@@ -73,13 +68,10 @@ def test_unknown_keys_are_refused_with_a_suggestion(recipe_values, place, key, s
     [
         ({"target": {"dtype": "float8"}}, "target.dtype: input should be 'auto'"),
         ({"evaluation": {"num_prompts": "many"}}, "evaluation.num_prompts: input should be a valid integer"),
-        ({"data": {"long": "burn"}}, "data.long: input should be 'auto'"),
         (
             {"method": {"name": "eagle4"}},
             "unknown training method 'eagle4'.*mean 'eagle3'.*Installed: dflash, dspark, eagle1, eagle3",
         ),
-        ({"method": {"options": 3}}, "method.options: input should be a valid dictionary"),
-        ({"output": {"folder": None}}, "output.folder: input should be a valid string"),
     ],
 )
 def test_wrong_types_are_refused(recipe_values, change, message):
@@ -89,13 +81,7 @@ def test_wrong_types_are_refused(recipe_values, change, message):
         recipe_from(recipe_values)
 
 
-def test_a_missing_section_is_named(recipe_values):
-    del recipe_values["target"]
-    with pytest.raises(RecipeError, match="target: field required"):
-        recipe_from(recipe_values)
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "{", "a: [1"])
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1"])
 def test_files_that_are_no_recipes(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
@@ -112,16 +98,12 @@ def test_files_that_are_no_recipes(tmp_path, text):
             "training: {learning_rate: .nan}",
             "recipe cannot be used: Out of range float.* It may hold .* finite numbers",
         ),
-        ("training: {max_steps: " + "9" * 5000 + "}", "is not YAML: Exceeds the limit"),
         ("training: {run_name: 2020-01-01}", "type date .* It may hold .* texts \\(in quotes\\)"),
-        ("training: {run_name: 2020-13-01}", "is not YAML: month must be in"),
-        ("training: !!binary aGVsbG8=", "type bytes"),
         ("training: !!python/object/apply:os.system [ls]", "is not YAML"),
         ("5: 6", "unknown key '5' in the recipe"),
-        ('output: {folder: "\\ud800"}', "surrogates not allowed"),
         ("target: {path: " + "x" * (1 << 20) + "}", "more than 1 MB"),
     ],
-    ids=range(11),
+    ids=range(7),
 )
 def test_yaml_that_is_no_recipes(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
@@ -130,7 +112,7 @@ def test_yaml_that_is_no_recipes(tmp_path, text, message):
         read_recipe(path)
 
 
-@pytest.mark.parametrize("override", ["training", "=3", "training..x=3", "output.folder.x=3", "training.x={"])
+@pytest.mark.parametrize("override", ["training", "output.folder.x=3", "training.x={"])
 def test_overrides_that_cannot_be_read(recipe_values, tmp_path, override):
     with pytest.raises(RecipeError, match="--set"):
         read_recipe(recipe_file(recipe_values, tmp_path), [override])
@@ -148,10 +130,9 @@ class TestTrainingSection:
         with pytest.raises(RecipeError, match="Did you mean 'learning_rate'"):
             training_arguments(recipe_from(recipe_values))
 
-    @pytest.mark.parametrize("name", ["output_dir", "push_to_hub", "resume_from_checkpoint"])
-    def test_what_other_sections_say(self, recipe_values, name):
-        recipe_values["training"][name] = "x"
-        with pytest.raises(RecipeError, match=f"training.{name} is not set in this section but by"):
+    def test_what_other_sections_say(self, recipe_values):
+        recipe_values["training"]["output_dir"] = "x"
+        with pytest.raises(RecipeError, match=r"training\.output_dir is not set in this section but by output\.folder"):
             training_arguments(recipe_from(recipe_values))
 
     def test_what_transformers_refuses(self, recipe_values):
@@ -162,10 +143,8 @@ class TestTrainingSection:
     @pytest.mark.parametrize(
         ("name", "value", "message"),
         [
-            ("max_steps", 1e308, "max_steps: unable to parse"),
             ("max_steps", "190:20:30", "max_steps: input should be a valid integer"),
             ("learning_rate", [1], "learning_rate: input should be a valid number"),
-            ("run_name", 5, "run_name: input should be a valid string"),
         ],
     )
     def test_values_of_other_types(self, recipe_values, tmp_path, name, value, message):
@@ -199,10 +178,7 @@ class TestMethodSection:
         ("method", "message"),
         [
             ({"name": "eagle3", "head": {"num_layer": 8}}, "method.head.*Did you mean 'num_layers'"),
-            ({"name": "eagle3", "options": {"stepz": 8}}, "method.options.*Did you mean 'steps'"),
-            ({"name": "eagle3", "options": {"target": 8}}, "unknown key 'target' in method.options"),
             ({"name": "medusa", "options": {"steps": 8}}, "unknown key 'steps' in method.options"),
-            ({"name": "medusa", "head": {"num_head": 8}}, "Did you mean 'num_heads'"),
             ({"name": "eagle3", "options": {"steps": "few"}}, "method.options.*steps: input should be a valid integer"),
             ({"name": "eagle1", "options": {"steps": 0}}, "method.options.*steps must be at least 1, got 0"),
             ({"name": "eagle3", "head": {"draft_vocab_size": 0}}, "draft_vocab_size must be from 1"),

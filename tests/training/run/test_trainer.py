@@ -18,7 +18,7 @@ from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArgument
 from hf_speculate_training.data import Collator, RowDataset, prepare_data
 from hf_speculate_training.methods import StepOutput
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3
-from hf_speculate_training.methods.medusa import MedusaMethod, new_medusa
+from hf_speculate_training.methods.medusa import MedusaMethod, MedusaShape, new_medusa
 from hf_speculate_training.run import (
     AcceptanceEvaluation,
     AcceptanceOptions,
@@ -30,7 +30,7 @@ from hf_speculate_training.run import (
 from hf_speculate_training.run.guards import DivergedError
 from hf_speculate_training.sections import RecipeError
 from tests.support.hub import FakeHub
-from tests.support.training import END, build_byte_tokenizer
+from tests.support.training import END
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_thirty_steps_raise_acceptance(make_trainer, target, data, kind):
     if kind == "eagle3":
         method, drafting = eagle3(target, steps=3), {"depth": 3}
     else:
-        method, drafting = MedusaMethod(new_medusa(target, 3, shared_lm_head=False), target), {}
+        method, drafting = MedusaMethod(new_medusa(target, MedusaShape(num_heads=3, shared_lm_head=False)), target), {}
     options = AcceptanceOptions(nodes=[6], max_new_tokens=20, options=drafting)
     evaluation = AcceptanceEvaluation(prompts_of(data.train, 6), options)
     before = evaluation.measure(target, method)["mean_acceptance_length"]
@@ -180,14 +180,12 @@ def test_muon_trains_the_matrices_and_resumes(make_trainer, tmp_path):
 class Broken(Eagle3Method):
     """Turns bad at a step: its loss, or only its gradient."""
 
-    bad_step, what, step = 2, "loss", 0
-
-    def on_step(self, step, num_steps):
-        self.step = step
+    bad_step, what, step = 2, "loss", -1
 
     def forward(self, batch, states):
         output = super().forward(batch, states)
         loss = output.loss
+        self.step += self.training
         if self.training and self.step == self.bad_step:
             first = next(self.parameters())
             # The square root's derivative at 0 is infinite; times the 0 in front it is not a number.
@@ -210,15 +208,6 @@ def test_a_loss_that_is_not_a_number_stops_the_run(make_trainer, target, what, w
     weights = load_file(Path(checkpoint) / "model.safetensors")
     for name, parameter in method.named_parameters():
         assert torch.equal(weights[name], parameter.detach()), name
-
-
-def test_methods_are_told_the_step(make_trainer, target):
-    method = Broken(new_eagle3(target), target, options=Eagle3TrainingOptions(steps=2))
-    method.bad_step = -1
-    told = []
-    method.on_step = lambda step, num_steps: told.append((step, num_steps))
-    make_trainer(method, gradient_accumulation_steps=2, per_device_train_batch_size=2).train()
-    assert told == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_plain_training_arguments_will_do(make_trainer, target, data, tmp_path):
@@ -247,11 +236,6 @@ CHATS = Dataset.from_list(
         for i in range(8)
     ]
 )
-FORMS = {
-    "messages": CHATS,
-    "text": Dataset.from_list([{"text": f"{i} squared is {i * i}."} for i in range(8)]),
-    "prompt + completion": Dataset.from_list([{"prompt": f"{i}?", "completion": f" It is {i * i}."} for i in range(8)]),
-}
 
 
 @pytest.fixture
@@ -266,9 +250,8 @@ def args(tmp_path):
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_names_and_a_data_set_are_enough(saved_target, args, form):
-    trainer = HeadTrainer(str(saved_target), method="eagle3", train_dataset=FORMS[form], args=args)
+def test_names_and_a_data_set_are_enough(saved_target, args):
+    trainer = HeadTrainer(str(saved_target), method="eagle3", train_dataset=CHATS, args=args)
     trainer.train()
     assert trainer.state.global_step == 2
     assert isinstance(trainer.method, Eagle3Method)
@@ -292,6 +275,10 @@ def test_the_same_head_from_names_and_from_parts_of_ones_own(saved_target, args,
     assert own.target is model
     assert own.method.options.soft  # suggested; a section says what it says
     assert not named.method.options.soft
+    method = MethodSection(name="eagle3", head={"draft_vocab_size": 40})
+    with pytest.raises(RecipeError, match="chosen by the training data, and there are none"):
+        HeadTrainer(model, method, args, train_dataset=data.rows(), processing_class=byte_tokenizer)
+    assert len(HeadTrainer(model, method, args, train_dataset=CHATS).method.draft_vocabulary) == 40
     own = HeadTrainer(model, named.method, args, train_dataset=CHATS)
     assert own.method is named.method
     assert own.processing_class.chat_template == byte_tokenizer.chat_template
@@ -322,15 +309,6 @@ def test_without_arguments_they_go_by_the_targets_size(saved_target, tmp_path, m
     trainer = HeadTrainer(str(saved_target), train_dataset=CHATS)
     assert Path(trainer.args.output_dir).name == f"{saved_target.name}-eagle3"
     assert (trainer.args.muon, trainer.args.learning_rate, trainer.args.num_train_epochs) == (True, 4e-3, 4)
-
-
-def test_a_draft_vocabulary_is_chosen_by_the_data(saved_target, args):
-    method = MethodSection(name="eagle3", head={"draft_vocab_size": 40})
-    trainer = HeadTrainer(str(saved_target), method=method, train_dataset=CHATS, args=args)
-    assert len(trainer.method.draft_vocabulary) == 40
-    rows = trainer.train_dataset
-    with pytest.raises(RecipeError, match="chosen by the training data, and there are none"):
-        HeadTrainer(trainer.target, method, args, train_dataset=rows, processing_class=build_byte_tokenizer())
 
 
 def test_push_to_hub_uploads_the_head(saved_target, args, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import re
-from collections import namedtuple
 
 import pytest
 import torch
@@ -15,9 +14,15 @@ from safetensors.torch import load_file, save
 from torch.utils.data import DataLoader
 
 from hf_speculate.drafting import RAW_LAST
-from hf_speculate.errors import CheckpointError
 from hf_speculate_training.data import Collator, RowDataset
-from hf_speculate_training.states import FeatureCache, FeatureCacheError, TargetReader, cache_key, write_features
+from hf_speculate_training.states import (
+    FeatureCache,
+    FeatureCacheError,
+    TargetReader,
+    cache_key,
+    feature_bytes,
+    write_features,
+)
 
 
 LAYERS = (1, 2, RAW_LAST)  # 2 comes after the final norm: `last_hidden`
@@ -66,50 +71,16 @@ def test_cached_batches_equal_online_ones(tiny_model, rows, tmp_path, dtype):
             assert torch.equal(fresh.features[layer][real], kept.features[layer][real]), layer
 
 
-def test_other_batches_differ_by_rounding_only(reader, rows, tmp_path):
-    cache = write_features(tmp_path, reader, rows, **OPTIONS)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist()
-    collate = Collator(pad_token_id=5)
-    online, cached = collate([rows[i] for i in order[:5]]), collate([cache[i] for i in order[:5]])
-    real = online["document_ids"] >= 0
-    torch.testing.assert_close(
-        reader(online).features[RAW_LAST][real], cached["features"][RAW_LAST][real], rtol=1e-5, atol=1e-5
-    )
-
-
-def test_rounded_to_another_dtype(reader, rows, tmp_path):
-    cache = write_features(tmp_path, reader, rows, dtype=torch.bfloat16, **OPTIONS)
-    (online,), (cached,) = batches(rows, len(rows)), batches(cache, len(rows))
-    real = online["document_ids"] >= 0
-    assert cached["last_hidden"].dtype == torch.bfloat16
-    expected = reader(online).last_hidden[real]
-    torch.testing.assert_close(cached["last_hidden"][real].float(), expected, rtol=1e-2, atol=1e-2)
-
-
-def test_a_finished_cache_is_not_written_again(reader, rows, tmp_path):
-    write_features(tmp_path, reader, rows, **OPTIONS)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
-    assert len(write_features(tmp_path, reader, rows, **OPTIONS)) == len(rows)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")} == before
-
-
 def test_size_is_told_before_and_is_right(reader, rows, tmp_path, caplog):
     write_features(tmp_path, reader, rows, **OPTIONS)
     tokens = sum(rows.lengths)
     # Hidden states 1, RAW_LAST and the last one; three int64 and a bool a token.
     expected = tokens * (3 * 32 * 4 + 3 * 8 + 1)
-    assert f"{len(rows)} rows, {tokens} tokens: {expected / 1024:.1f} KiB in {tmp_path}" in caplog.text
+    assert f"{len(rows)} rows: {expected / 2**30:.3f} GiB in {tmp_path}" in caplog.text
+    assert feature_bytes(tmp_path / "absent", reader.target, LAYERS, rows) == expected
     written = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     headers = 2048 * len(list(tmp_path.glob("*.safetensors")))
     assert expected <= written <= expected + headers
-
-
-def test_too_little_room_is_refused_before_it_starts(reader, rows, tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**6, 10**6 - 1000, 1000))
-    with pytest.raises(FeatureCacheError, match=r"needs .* KiB more, but the disk of .* has 1000 B free"):
-        write_features(tmp_path, reader, rows, **OPTIONS)
-    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
@@ -132,35 +103,12 @@ def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
         FeatureCache(part)
     first = (part / "features-00000.safetensors").stat().st_mtime_ns
     write_features(part, reader, rows, **OPTIONS)
+    write_features(part, reader, rows, **OPTIONS)  # a finished cache is not written again
     assert (part / "features-00000.safetensors").stat().st_mtime_ns == first
     names = sorted(path.name for path in whole.iterdir())
     assert names == sorted(path.name for path in part.iterdir()), "nothing half-written is left"
     for name in names:
         assert (part / name).read_bytes() == (whole / name).read_bytes(), name
-
-
-def test_full_disk_while_writing(reader, rows, tmp_path):
-    """The operating system refuses to write: what was complete stays, and it goes on from there."""
-    resource = pytest.importorskip("resource")
-    assert write_features(tmp_path / "size", reader, rows, **OPTIONS).key.num_shards == 3
-    first = (tmp_path / "size" / "features-00000.safetensors").stat().st_size
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    path = tmp_path / "full"
-    write_features(path, reader, rows, **OPTIONS)
-    (path / "features-00001.safetensors").unlink()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (first // 2, limits[1]))
-    try:
-        with pytest.raises(
-            CheckpointError, match=r"cannot write features-00001.*Nothing that was there before is lost"
-        ):
-            write_features(path, reader, rows, **OPTIONS)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sorted(file.name for file in path.glob("features-*")) == [
-        "features-00000.safetensors",
-        "features-00002.safetensors",
-    ]
-    assert len(write_features(path, reader, rows, **OPTIONS)) == len(rows)
 
 
 def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_model):
@@ -170,16 +118,15 @@ def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_mo
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
     asked = {
-        "target": (TargetReader(changed, LAYERS), rows, {}),
-        "data": (reader, make_rows(seed=1), {}),
-        "layers": (TargetReader(tiny_model(), (1, 2)), rows, {}),
-        "dtype": (reader, rows, {"dtype": torch.bfloat16}),
+        "target": (TargetReader(changed, LAYERS), rows),
+        "data": (reader, make_rows(seed=1)),
+        "layers": (TargetReader(tiny_model(), (1, 2)), rows),
     }
-    for name, (other_reader, other_rows, options) in asked.items():
-        keys = cache_key(reader, rows), cache_key(other_reader, other_rows, **options)
+    for name, (other_reader, other_rows) in asked.items():
+        keys = cache_key(reader, rows), cache_key(other_reader, other_rows)
         found, wanted = (re.escape(repr(getattr(key, name))) for key in keys)
         with pytest.raises(FeatureCacheError, match=f"other states than .*: it has {name} {found}, not {wanted}[.;]"):
-            write_features(tmp_path, other_reader, other_rows, **OPTIONS, **options)
+            write_features(tmp_path, other_reader, other_rows, **OPTIONS)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -206,11 +153,9 @@ def test_workers_open_files_of_their_own(reader, rows, tmp_path):
     ("change", "message"),
     [
         ({"rows_per_shard": 0}, "rows_per_shard: input should be greater than 0"),
-        ({"num_rows": "many"}, "num_rows: input should be a valid integer"),
-        ({"layers": ["one"]}, "layers.0: input should be a valid integer"),
         ({"num_rows": 10**12, "rows_per_shard": 4}, "features-00002.safetensors does not hold 4 rows"),
     ],
-    ids=range(4),
+    ids=range(2),
 )
 def test_an_index_that_no_cache_writes(reader, rows, tmp_path, change, message):
     write_features(tmp_path, reader, rows, **OPTIONS)

@@ -107,30 +107,14 @@ def test_adapters_are_read(tiny_model):
         assert (TargetReader(model, LAYERS)(batch).last_hidden - adapted).abs().max() > 1e-2
 
 
-def test_no_graph_is_kept(tiny_model):
-    model = copy.deepcopy(tiny_model())
-    model.requires_grad_(True)
-    _, batch = packed_batch()
-    assert not TargetReader(model, LAYERS)(batch).last_hidden.requires_grad
-
-
 def test_output_matrix_is_not_run(tiny_model):
     model = tiny_model()
     reader = TargetReader(model, (2,))
     calls = []
     hook = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
-    reader(packed_batch()[1])
+    assert not reader(packed_batch()[1]).last_hidden.requires_grad
     hook.remove()
     assert not calls
-
-
-def test_hooks_are_gone_after_a_call(tiny_model):
-    model = tiny_model()
-    reader = TargetReader(model, LAYERS)
-    reader(packed_batch()[1])  # transformers installs one of its own, for good
-    before = len(model.model.layers[-1]._forward_hooks)
-    reader(packed_batch()[1])
-    assert len(model.model.layers[-1]._forward_hooks) == before
 
 
 def test_scaled_logits_are_refused():

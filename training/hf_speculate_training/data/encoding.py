@@ -54,12 +54,7 @@ class Encoder:
     append_eos: bool = True
 
     def __call__(self, example: Example) -> list[Encoded]:
-        """The documents of an example.
-
-        Raises:
-            SpeculateError: the tokenizer has no chat template, or one whose turns cannot be separated.
-            RecordError: this example cannot be rendered, others perhaps can.
-        """
+        """The documents of an example; raises `RecordError` if it cannot be rendered, and others perhaps can."""
         if isinstance(example, Tokens):
             return [Encoded(list(example.input_ids), list(example.loss_mask))]
         if isinstance(example, Plain):
@@ -84,11 +79,7 @@ class Encoder:
         return self._tokenized(self._rendered(messages, True, tools))["input_ids"]
 
     def user_turn(self) -> tuple[list[int], int]:
-        """The prompt for the user's first message, and the token that ends such a message.
-
-        Raises:
-            SpeculateError: there is no chat template, or no special token ends a user's message in it.
-        """
+        """The prompt for the user's first message, and the token that ends such a message."""
         text = self._rendered([{"role": "user", "content": _MESSAGE}], False)
         before, _, after = text.partition(_MESSAGE)
         ids = self._tokenized(after.lstrip())["input_ids"]
@@ -199,9 +190,6 @@ def _start_of_answer(before: str, text: str, content: str) -> int:
 
     Mistral's templates put a system message before the *last* message of the user. The conversation with the answer
     has it elsewhere, yet ends like the prompt. Only a little white space may come before the answer's own words.
-
-    Raises:
-        RecordError: there is no such place.
     """
     words = content.strip()
     place = text.rfind(words) if words else -1

@@ -10,23 +10,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    IterableDataset,
-    Value,
-    load_dataset,
-    load_from_disk,
-)
-from datasets.data_files import SPLIT_KEYWORDS
+from datasets import Dataset, DatasetDict, Features, IterableDataset, Value, load_dataset, load_from_disk
+from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.messages import get_logger
 
-
-logger = get_logger(__name__)
 
 Source: TypeAlias = str | os.PathLike | Dataset
 
@@ -42,12 +31,12 @@ BUILDERS = {
     ".md": "text",
     ".py": "text",
 }
+_OWN_TEXTS = (".text", ".md", ".py")  # texts that `datasets` does not look for in a folder
 # Of files that cannot be read: Arrow's and pandas' errors are ValueErrors.
 _ERRORS = (OSError, ValueError, DatasetGenerationError)
 _COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 _ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # about the data
-# The words by which the Hub knows splits, in names of files and folders.
-_SPLIT_OF = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+_SAVED = ("dataset_info.json", "dataset_dict.json")  # of `save_to_disk`
 
 
 def load_records(
@@ -62,9 +51,9 @@ def load_records(
     """The records of a source, as they are.
 
     Args:
-        source: a json, jsonl, parquet, arrow, csv or text file in UTF-8 (compressed too), a folder of them (see
-            `data_files`) or one that `Dataset.save_to_disk` wrote, a glob pattern, a Hub id, or a dataset. A text file
-            is one record, `text`: blank lines mean too many things.
+        source: a json, jsonl, parquet, arrow, csv or text file in UTF-8 (compressed too), a glob pattern, a Hub id, a
+            folder (as `datasets.load_dataset` reads it, or one that `Dataset.save_to_disk` wrote), or a dataset. A text
+            file is one record, `text`: blank lines mean too many things.
         split: split of a Hub id, a saved dataset, or a folder whose files are named after splits.
         config, revision: configuration and revision of a Hub id.
         columns: our name -> the source's name, e.g. `{"prompt": "question", "completion": "answer"}`.
@@ -74,7 +63,9 @@ def load_records(
     """
     if isinstance(source, IterableDataset):
         raise SpeculateError("the data are a stream, and training packs all of them first: give a Dataset.")
-    records = _plain(source if isinstance(source, Dataset) else _open(source, split, config, revision))
+    records = source if isinstance(source, Dataset) else _open(os.fspath(source), split, config, revision)
+    if records.format["type"] not in (None, "custom"):  # saved as tensors; a user's transform stays
+        records = records.with_format(None)
     name = describe_source(source)
     if len(records) == 0:
         raise SpeculateError(f"the data {name!r} hold no records.")
@@ -82,9 +73,9 @@ def load_records(
     return records if limit is None else records.take(limit)
 
 
-def check_source(source: str, split: str = "train") -> None:
+def check_source(source: str) -> None:
     """Raises `SpeculateError` if a source is on this machine by its name, and is not there. Reads nothing."""
-    _local_files(source, split)
+    _local_files(source)
 
 
 def describe_source(source: Source) -> str:
@@ -94,21 +85,15 @@ def describe_source(source: Source) -> str:
     return os.fspath(source)
 
 
-def _plain(records: Dataset) -> Dataset:
-    """Records of lists and numbers, not the tensors as which some data sets are saved. A user's transform stays."""
-    return records if records.format["type"] in (None, "custom") else records.with_format(None)
-
-
-def _open(source: str | os.PathLike, split: str, config: str | None, revision: str | None) -> Dataset:
-    name = os.fspath(source)
-    files = _local_files(name, split)
+def _open(name: str, split: str, config: str | None, revision: str | None) -> Dataset:
+    path, files = Path(name).expanduser(), _local_files(name)
     try:
-        if files is None:
-            found: Any = load_dataset(name, config, split=split, revision=revision)
-        elif not files:
-            found = load_from_disk(os.path.expanduser(name))
+        if any((path / index).exists() for index in _SAVED):
+            found: Any = load_from_disk(str(path))
+        elif files is None:
+            found = load_dataset(name, config, split=split, revision=revision)
         else:
-            found = _read_files(name, files)
+            found = _read_files(path, files, split)
         if isinstance(found, Dataset):
             found.data.validate(full=True)  # Arrow reads JSON without a look at its encoding
     except _ERRORS as error:
@@ -120,15 +105,14 @@ def _open(source: str | os.PathLike, split: str, config: str | None, revision: s
     return found
 
 
-def _local_files(name: str, split: str) -> list[str] | None:
-    """The files to read: none for a folder that `save_to_disk` wrote, None for a name that is not of this machine."""
+def _local_files(name: str) -> list[str] | None:
+    """The data files of a name, sorted; None for a name that is not of this machine."""
     path = Path(name).expanduser()
     if path.is_file():
         return [str(path)]
     if path.is_dir():
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            return []
-        files = data_files(path, split)
+        inside = [file for file in path.rglob("*") if file.is_file() and _is_data(file)]
+        files = sorted(str(file) for file in inside if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
     elif glob.has_magic(name):
         files = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
     elif name.startswith((".", "/", "~")) or suffix_of(path) in BUILDERS or name.count("/") > 1:
@@ -140,17 +124,17 @@ def _local_files(name: str, split: str) -> list[str] | None:
     return files
 
 
-def _read_files(name: str, files: list[str]) -> Dataset:
+def _read_files(path: Path, files: list[str], split: str) -> Any:
     suffixes = {suffix_of(Path(file)) for file in files}
     builders = {BUILDERS.get(suffix) for suffix in suffixes}
-    if len(builders) > 1 or None in builders:
+    builder = builders.pop()
+    if builders or builder is None:
         raise SpeculateError(
-            f"the data {name!r} are files of the kinds {', '.join(sorted(suffixes))}: give one of "
+            f"the data {str(path)!r} are files of the kinds {', '.join(sorted(suffixes))}: give one of "
             f"{', '.join(BUILDERS)} at a time."
         )
-    builder = builders.pop() or ""
     if all(os.path.getsize(file) == 0 for file in files):
-        raise SpeculateError(f"the data {name!r} hold no records: nothing but empty files.")
+        raise SpeculateError(f"the data {str(path)!r} hold no records: nothing but empty files.")
     options: dict[str, Any] = {}
     if builder == "text":
         options = {"sample_by": "document"}
@@ -159,8 +143,19 @@ def _read_files(name: str, files: list[str]) -> Dataset:
         header = pd.read_csv(files[0], nrows=0).columns
         options = {"features": Features({str(column): Value("string") for column in header})}
         options |= {"keep_default_na": False, "na_values": [""]}
-    literal = [glob.escape(file) for file in files]  # `datasets` takes names for patterns
-    return load_dataset(builder, data_files=literal, split="train", **options)
+    by_split, asked = {"train": files}, "train"
+    if path.is_dir() and suffixes.isdisjoint(_OWN_TEXTS):
+        found = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
+        # `datasets` takes own.jsonl.settings for JSON as well.
+        by_split, asked = {name: list(filter(_is_data, each)) for name, each in found.items()}, split
+    # Names are to be taken literally, not as patterns.
+    literal = {name: list(map(glob.escape, each)) for name, each in by_split.items() if each}
+    return load_dataset(builder, data_files=literal, split=asked, **options)
+
+
+def _is_data(file: str | Path) -> bool:
+    path = Path(file)
+    return suffix_of(path) in BUILDERS and path.name.lower() not in _ABOUT
 
 
 def _renamed(records: Dataset, columns: Mapping[str, str], name: str) -> Dataset:
@@ -184,55 +179,9 @@ def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
     return f"cannot read the data {name!r}{together}: {line}{encoding}"
 
 
-def data_files(folder: Path, split: str) -> list[str]:
-    """Files of a folder that hold the records of a split, sorted.
-
-    Hidden files, READMEs and licences are left out. A word in the name of a file or of a folder above it gives its
-    split, as on the Hub (`test.jsonl`, `data/train-00000.parquet`). Files without such a word belong to "train"; if
-    none has one, all files belong to any split. Python files have no split: `test_parser.py` is a text like any other.
-
-    Args:
-        split: name of the split; `train[:10%]` counts as `train`.
-    Raises:
-        SpeculateError: names give splits, and the requested one is not among them.
-    """
-    inside = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    found = [path for path in shown if suffix_of(path) in BUILDERS and path.name.lower() not in _ABOUT]
-    splits = {path: _split_of(path) for path in found}
-    if not any(splits.values()):
-        return [str(folder / path) for path in found]
-    asked = split.partition("[")[0]
-    asked = _SPLIT_OF.get(asked, asked)
-    chosen = [path for path in found if (splits[path] or "train") == asked]
-    names = sorted({name or "train" for name in splits.values()})
-    if not chosen:
-        raise SpeculateError(
-            f"the data {str(folder)!r} have no split {split!r}; there are: {', '.join(names)}. Possible: one of these "
-            "(data.split), or the path of a file."
-        )
-    if len(chosen) < len(found):
-        logger.warning_once(
-            f"of {len(found)} data files in {folder} the {len(chosen)} of the split {asked!r} are read; there are also "
-            f"{', '.join(name for name in names if name != asked)}."
-        )
-    return [str(folder / path) for path in chosen]
-
-
 def suffix_of(path: Path) -> str:
     """The suffix that names the format of a file, without that of its compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
-
-
-def _split_of(path: Path) -> str | None:
-    """The split of a file, by the innermost name that has a word for one."""
-    if suffix_of(path) == ".py":
-        return None
-    for part in reversed(path.parts):
-        words = re.split(r"[^a-z]+", part.lower())
-        if found := next((_SPLIT_OF[word] for word in words if word in _SPLIT_OF), None):
-            return found
-    return None

@@ -43,13 +43,9 @@ class Batch(_Required, total=False):
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs items into rows: the longest first, each into the row with the least space that takes it.
+    """Indices of the items of each row: the longest first, each into the row with the least space that takes it.
 
-    Args:
-        lengths: tokens of each item, from 1 to `capacity`.
-        capacity: tokens of a row.
-    Returns:
-        Indices of the items of each row. The same lengths give the same rows.
+    Items have from 1 to `capacity` tokens. The same lengths give the same rows.
     """
     if lengths and max(lengths) > capacity:
         raise SpeculateError(f"a document of {max(lengths)} tokens does not fit into rows of {capacity}.")
@@ -111,15 +107,6 @@ class RowDataset(TorchDataset):
 
     def __getitem__(self, index: int) -> Row:
         return make_row(self.documents[i] for i in self.rows[index])
-
-    def row_length(self, index: int) -> int:
-        """Tokens of a row, without reading it."""
-        return sum(self.lengths[i] for i in self.rows[index])
-
-    @property
-    def fill(self) -> float:
-        """Share of the tokens of all rows, padded to `max_length`, that are not padding."""
-        return sum(self.lengths) / (len(self.rows) * self.max_length)
 
 
 class Collator:

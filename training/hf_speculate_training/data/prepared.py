@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -87,25 +87,16 @@ def resolve_max_length(asked: int | None, tokenizer: Any, config: PretrainedConf
 
 @dataclass(frozen=True)
 class DataReport:
-    """An account of the records.
-
-    Attributes:
-        source: name of the source.
-        fingerprint: sha256 over all documents that were kept (ids and masks, in order).
-        num_documents, num_tokens, num_loss_tokens: counts over training and evaluation together.
-        num_given_tokens: tokens of the records before anything was truncated or dropped.
-        num_eval_documents: number of documents that are held out; None if none are.
-        notes: number of documents that were truncated or dropped, by the reason.
-    """
+    """An account of the records: training and evaluation together."""
 
     source: str
-    fingerprint: str
+    fingerprint: str  # sha256 over ids and masks of all documents that were kept, in order
     num_documents: int
     num_tokens: int
     num_loss_tokens: int
-    num_given_tokens: int
+    num_given_tokens: int  # before anything was truncated or dropped
     num_eval_documents: int | None = None
-    notes: Mapping[str, int] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)  # reason -> documents that were truncated or dropped
 
     def summary(self) -> str:
         """The share of the data that is used, in a line."""
@@ -115,20 +106,12 @@ class DataReport:
             f"used ({share:.0%}), {self.num_loss_tokens:,} of them learnt from"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report for provenance, JSON-serialisable."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class PreparedData:
     """Documents of tokens: records with `input_ids`, `loss_mask`, `length` and `loss_tokens`.
 
-    Attributes:
-        train, evaluation: data sets; `evaluation` is None when nothing is held out.
-        max_length: tokens of a document at most.
-        report: account of the records.
-        options: the options as given.
+    `evaluation` is None when nothing is held out.
     """
 
     train: Dataset
@@ -137,12 +120,9 @@ class PreparedData:
     report: DataReport
     options: DataOptions
 
-    def rows(self, which: Literal["train", "evaluation"] = "train") -> RowDataset:
-        """Rows for `Collator`, packed if the options ask for it; raises `SpeculateError` if nothing is held out."""
-        documents = self.train if which == "train" else self.evaluation
-        if documents is None:
-            raise SpeculateError("no data are held out: set eval_fraction, or give evaluation data of their own.")
-        return RowDataset(documents, self.max_length, self.options.packing)
+    def rows(self) -> RowDataset:
+        """Rows of the training data for `Collator`, packed if the options ask for it."""
+        return RowDataset(self.train, self.max_length, self.options.packing)
 
 
 def documents_fingerprint(documents: Dataset) -> str:

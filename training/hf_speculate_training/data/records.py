@@ -44,12 +44,7 @@ class RecordError(SpeculateError, ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's form. The target is to emit the assistant's messages.
-
-    Attributes:
-        messages: the messages, with "role" and "content" at least.
-        tools: descriptions of tools for the template, in OpenAI's form.
-    """
+    """Messages and descriptions of tools in OpenAI's form. The target is to emit the assistant's messages."""
 
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
@@ -82,10 +77,9 @@ Example: TypeAlias = Chat | Completion | Plain | Tokens
 
 
 def read_record(record: Mapping[str, Any], as_chat: bool = False) -> Example:
-    """The example that a record holds.
+    """The example that a record holds. Columns that are None count as absent.
 
     Args:
-        record: columns and values; columns that are None count as absent.
         as_chat: True takes `prompt` and `completion` for messages of user and assistant, even as mere texts.
     Raises:
         RecordError: the record has none of the known columns, or one that does not hold what it should.
@@ -233,14 +227,9 @@ class HeldOut:
 
     Shared runs of words are the usual test for contamination (GPT-3, appendix C). Case and punctuation do not count. A
     held-out text with fewer words is found where it stands whole.
-
-    Args:
-        texts: the held-out texts.
-        num_words: length of a run, in words.
     """
 
     def __init__(self, texts: Iterable[str], num_words: int = 8):
-        self.num_words = num_words
         self._runs: dict[int, set[tuple[str, ...]]] = {}
         for words in map(_words, texts):
             length = min(num_words, len(words))

@@ -87,12 +87,9 @@ class TrainingMethod(nn.Module, ABC):
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
-        """Suggested values for a recipe's section `method`: `head`, `options` or both.
+        """Suggested values for a recipe's section `method`, by part (`head`, `options`) and key.
 
-        Args:
-            config: configuration of the target's text model.
-        Returns:
-            Values by part and key. The defaults of the dataclasses hold for all others.
+        The defaults of the dataclasses hold for all others. `config` is that of the target's text model.
         """
         return {}
 
@@ -131,33 +128,19 @@ class TrainingMethod(nn.Module, ABC):
         """
 
     def evaluation_drafter(self, target: GenerativeModel, num_nodes: int, **options: Any) -> Drafter:
-        """The drafter whose acceptance is measured.
+        """The drafter whose acceptance is measured, with draft trees of `num_nodes` without the root.
 
-        Args:
-            target: the target.
-            num_nodes: nodes of its draft trees, without the root.
-            options: a recipe's `evaluation.options`.
+        Options are a recipe's `evaluation.options`.
         """
         return self.drafter(target, max_nodes=num_nodes, **options)
 
     def save(self, folder: str | os.PathLike, target: GenerativeModel, layout: str | None = None) -> SavedHead:
-        """Writes the head and all that belongs to it.
+        """Writes the head and all that belongs to it, in a layout of the drafter (None: its default).
 
-        Args:
-            folder: output folder.
-            target: the target.
-            layout: a layout of the drafter; None for its default.
         Raises:
             CheckpointError: the layout cannot express the head; nothing has been written then.
         """
         return self.drafter(target).save_pretrained(folder, layout)
-
-    def on_step(self, step: int, num_steps: int) -> None:
-        """Called before optimiser step `step` (from 0) of `num_steps`: for methods with stages."""
-
-    def check_layout(self, target: GenerativeModel, layout: str | None) -> None:
-        """Raises `CheckpointError` if `save` could not write the head in `layout`. Called before the first step."""
-        self.drafter(target).check_layout(layout)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
@@ -179,11 +162,6 @@ def check_method(name: str) -> None:
 
 
 def load_method(name: str) -> type[TrainingMethod]:
-    """The method installed under `name`.
-
-    Raises:
-        RecipeError: there is none; the message has a suggestion.
-        SpeculateError: the object that is installed under that name is not a `TrainingMethod`.
-    """
+    """The method installed under `name`; raises `RecipeError` if there is none."""
     check_method(name)
     return load_installed(installed_methods()[name], TrainingMethod)

@@ -110,9 +110,6 @@ class Entries:
 
         n is the number of tokens of the batch over all processes (`shared_size`), by which SafeAILab, SpecForge and
         DeepSpec divide; steps that reach past the end of an answer then count less.
-
-        Args:
-            decay: factor from one step to the next.
         """
         steps = torch.arange(len(self.counted), device=self.step.device)
         return (decay**steps / shared_size(self.num_tokens))[self.step]
@@ -122,10 +119,8 @@ class Entries:
     ) -> dict[str, Float[Tensor, ""]]:
         """`loss_k` and `accuracy_k` of every step k; 0 for a step without entries.
 
-        Args:
-            losses: loss of each entry.
-            hits: True for entries whose best draft token is right; the accuracy is their share of the eligible ones.
-            learnt: True for entries that are in the mean loss; None for all.
+        The accuracy is the share of hits (the best draft token is right) in the eligible entries. The mean loss is that
+        of the entries that are learnt; None for all.
         """
         num_steps = len(self.counted)
         counted = torch.ones_like(self.step, dtype=torch.float32) if learnt is None else learnt.float()
@@ -141,12 +136,8 @@ def shared_size(size: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """The divisor of a process' sums that makes the mean of all losses the loss of all rows together.
 
     DDP averages gradients as if all processes learnt from equally much. If each divided by a count of its own, a token
-    would count more in a process that has few. This is one small all-reduce, made only if gradients are computed.
-
-    Args:
-        size: the count of this process; all processes call this with the same shape.
-    Returns:
-        The mean over the processes; `size` itself if there is one process, or no gradient is computed.
+    would count more in a process that has few. The divisor is the mean over the processes, which all call this with the
+    same shape: one small all-reduce, made only if gradients are computed.
     """
     if not (distributed.is_available() and distributed.is_initialized() and torch.is_grad_enabled()):
         return size

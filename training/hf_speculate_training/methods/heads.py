@@ -66,11 +66,7 @@ def suggested_vocabulary(config: PretrainedConfig) -> int | None:
 
 
 def choose_vocabulary(size: int | None, vocab_size: int, count_tokens: CountTokens) -> Int[Tensor, " Vd"] | None:
-    """The tokens of a recipe's `method.head.draft_vocab_size`, ascending; None for the whole vocabulary.
-
-    Raises:
-        RecipeError: the size is not from 1 to the target's vocabulary.
-    """
+    """The tokens of a recipe's `method.head.draft_vocab_size`, ascending; None for the whole vocabulary."""
     if size is None or size == vocab_size:
         return None
     if not 1 <= size < vocab_size:
@@ -115,13 +111,7 @@ def initialise(head: nn.Module, std: float) -> None:
 
 
 def layer_sizes(config: Any, num_layers: int, intermediate_size: int | None = None) -> dict[str, Any]:
-    """Fields of a `HeadSpec` for layers like the target's, with full attention.
-
-    Args:
-        config: configuration of the target's text model.
-        num_layers: decoder layers.
-        intermediate_size: intermediate size; None for the target's.
-    """
+    """Fields of a `HeadSpec` for layers like those of the target's text model, with full attention."""
     heads = config.num_attention_heads
     return {
         "hidden_size": config.hidden_size,

@@ -36,12 +36,9 @@ _MIN_COLUMNS = 128
 
 
 class Teacher:
-    """The target's output layer, read by columns.
+    """The target's output layer, read by columns, referenced and registered nowhere.
 
-    Args:
-        lm_head: the target's output layer, referenced and registered nowhere.
-        target_ids: int64 [Vd], tokens of the draft vocabulary; None for the whole vocabulary.
-        vocab_size: size V of the target's vocabulary.
+    `target_ids` are the tokens of the draft vocabulary; None for the whole vocabulary.
     """
 
     def __init__(self, lm_head: nn.Module | None, target_ids: Int[Tensor, " Vd"] | None, vocab_size: int):
@@ -180,11 +177,9 @@ class Targets(ABC):
 
 
 class SoftTargets(Targets):
-    """The target's own distributions, renormalised over the draft vocabulary.
+    """The target's own distributions at T positions, renormalised over the draft vocabulary.
 
-    Args:
-        rows: the teacher at T positions.
-        index: int64 [E], the position of each entry.
+    `index` is the position of each entry.
     """
 
     temporaries = 4
@@ -305,8 +300,7 @@ def cross_entropy(
 ) -> EntryLosses:
     """`lean_cross_entropy` where it is possible, else `plain_cross_entropy`.
 
-    Args:
-        output: an output matrix or layer. Layers that are not a plain matrix (quantised, adapted) can only be called.
+    Output layers that are not a plain matrix (quantised, adapted) can only be called.
     """
     if isinstance(output, nn.Linear) and is_dense(output):
         output = output.weight.to(states.device)

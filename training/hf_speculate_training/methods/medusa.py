@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import is_dense, last_device, output_layer
+from hf_speculate.models import GenerativeModel
+from hf_speculate.scoring import is_dense, last_device
 from hf_speculate.speculator import local_folder
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from ..data import Batch
 from ..states import TargetStates
-from .contract import CountTokens, StepOutput, TrainingMethod
+from .contract import StepOutput
 from .entries import Entries
-from .heads import choose_vocabulary, copy_rows, detached_copy, refuse_added_tokens, target_rows, trainable
-from .losses import EntryLosses, HardTargets, SoftTargets, Targets, Teacher, cross_entropy
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from .heads import HeadMethod, copy_rows, detached_copy, refuse_added_tokens, target_rows, trainable
+from .losses import EntryLosses, HardTargets, SoftTargets, Targets, cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,95 +62,64 @@ class MedusaTrainingOptions:
 
 
 def new_medusa(
-    target: GenerativeModel,
-    num_heads: int = 4,
-    num_layers: int = 1,
-    *,
-    shared_lm_head: bool = True,
-    target_ids: Int[Tensor, " Vd"] | None = None,
+    target: GenerativeModel, shape: MedusaShape, target_ids: Int[Tensor, " Vd"] | None = None
 ) -> MedusaHeads:
     """Fresh Medusa heads in float32, on the device of the target's last layer.
 
-    Their blocks do nothing at first, so that each head predicts what the target does (paper, section 2.2).
-
-    Args:
-        target: the target.
-        num_heads, num_layers, shared_lm_head: fields of `MedusaShape`.
-        target_ids: tokens of a draft vocabulary. The heads then share one matrix of their own, the target's rows.
+    Their blocks do nothing at first, so that each head predicts what the target does (paper, section 2.2). With a draft
+    vocabulary the heads share one matrix of their own, the target's rows.
     """
     config = target.config.get_text_config(decoder=True)
-    size = config.hidden_size
+    size, count = config.hidden_size, shape.num_heads
     weight = None
     if target_ids is not None:
         weight = torch.empty(1, len(target_ids), size)
         copy_rows(weight[0], target_rows(target, target_ids))
-    elif not shared_lm_head:
-        weight = torch.empty(num_heads, config.vocab_size, size)
+    elif not shape.shared_lm_head:
+        weight = torch.empty(count, config.vocab_size, size)
         copy_rows(weight[0], target_rows(target))
         weight[1:] = weight[0]
-    blocks, biases = torch.zeros(num_heads, num_layers, size, size), torch.zeros(num_heads, num_layers, size)
+    blocks, biases = torch.zeros(count, shape.num_layers, size, size), torch.zeros(count, shape.num_layers, size)
     return MedusaHeads(blocks, biases, weight, target_ids).to(last_device(target))
 
 
-def warm_medusa(folder: str | os.PathLike, target: GenerativeModel) -> MedusaHeads:
-    """Published Medusa heads (folder or Hub id) whose training continues."""
+def warm_medusa(folder: str | os.PathLike, target: GenerativeModel) -> tuple[MedusaHeads, Int[Tensor, " Vd"] | None]:
+    """Published Medusa heads (folder or Hub id) whose training continues, and their draft vocabulary."""
     heads = MedusaDrafter.from_folder(local_folder(os.fspath(folder)), target).heads
     refuse_added_tokens(heads.vocab_size if heads.token_ids is None else None, target)
-    return trainable(heads)
+    return trainable(heads), heads.token_ids
 
 
-class MedusaMethod(TrainingMethod):
-    """Trains Medusa heads on a frozen target.
-
-    Args:
-        heads: heads with parameters in float32, from `new_medusa` or `warm_medusa`.
-        target: the target; only its output layer is kept, and not as a submodule.
-        options: options of the training; None for the defaults.
-    """
+class MedusaMethod(HeadMethod[Any, MedusaTrainingOptions]):
+    """Trains Medusa heads on a frozen target. `new_medusa` and `warm_medusa` make them, with their draft vocabulary."""
 
     name = "medusa"
     head_class = MedusaShape
     options_class = MedusaTrainingOptions
+    new_head = staticmethod(new_medusa)
+    warm_head = staticmethod(warm_medusa)
 
-    def __init__(self, heads: MedusaHeads, target: nn.Module, options: MedusaTrainingOptions | None = None):
-        super().__init__()
-        model = unwrap(target)
-        config = model.config.get_text_config(decoder=True)
-        self.heads = heads
-        self.options = MedusaTrainingOptions() if options is None else options
-        self.teacher = Teacher(output_layer(model), heads.token_ids, config.vocab_size)
-        self.feature_layers = (config.num_hidden_layers,)
+    def __init__(
+        self,
+        head: MedusaHeads,
+        target: GenerativeModel,
+        target_ids: Int[Tensor, " Vd"] | None = None,
+        options: MedusaTrainingOptions | None = None,
+    ):
+        super().__init__(head, target, head.token_ids, options)
+        self.feature_layers = (target.config.get_text_config(decoder=True).num_hidden_layers,)
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
         """The target's distribution as the teacher: it is right whoever wrote the text."""
         return {"options": {"soft": True}}
 
-    @classmethod
-    def for_target(
-        cls, target: nn.Module, head: MedusaShape, options: MedusaTrainingOptions, count_tokens: CountTokens
-    ) -> Self:
-        model = unwrap(target)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        target_ids = choose_vocabulary(head.draft_vocab_size, vocab_size, count_tokens)
-        shared = head.shared_lm_head
-        heads = new_medusa(model, head.num_heads, head.num_layers, shared_lm_head=shared, target_ids=target_ids)
-        return cls(heads, target, options)
-
-    @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: MedusaTrainingOptions) -> Self:
-        return cls(warm_medusa(folder, unwrap(target)), target, options)
-
-    @property
-    def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
-        return self.heads.token_ids
-
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         """The loss of the heads."""
-        entries = Entries.of(batch, self.heads.num_heads, self.heads.device)
-        hidden = states.last_hidden.to(self.heads.device, self.heads.dtype)
-        head_states = self.heads.states(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
-        teacher_hidden = states.last_hidden.to(self.heads.device)[entries.teacher_positions]
+        entries = Entries.of(batch, self.head.num_heads, self.head.device)
+        hidden = states.last_hidden.to(self.head.device, self.head.dtype)
+        head_states = self.head.states(hidden.flatten(0, 1)).unflatten(1, hidden.shape[:2])
+        teacher_hidden = states.last_hidden.to(self.head.device)[entries.teacher_positions]
         best = self.teacher.to_draft(self.teacher.argmax(teacher_hidden))[entries.teacher_row]
         wanted = best if self.options.soft else self.teacher.to_draft(entries.label)
         learnt = wanted >= 0  # a draft vocabulary cannot learn the tokens that it lacks
@@ -165,7 +130,7 @@ class MedusaMethod(TrainingMethod):
 
     def drafter(self, target: GenerativeModel, **options: Any) -> MedusaDrafter:
         """A drafter with the present weights; options are those of `MedusaOptions`."""
-        return MedusaDrafter(detached_copy(self.heads, target.dtype), target, MedusaOptions(**options))
+        return MedusaDrafter(detached_copy(self.head, target.dtype), target, MedusaOptions(**options))
 
     def _losses(
         self,
@@ -175,7 +140,7 @@ class MedusaMethod(TrainingMethod):
         teacher_hidden: Float[Tensor, "T H"],
     ) -> list[EntryLosses]:
         """One loss for all heads if they share an output matrix, else one for each head."""
-        weights, weight = entries.weights(self.options.head_decay) * learnt, self.heads.output_weight
+        weights, weight = entries.weights(self.options.head_decay) * learnt, self.head.output_weight
         if weight is None or weight.shape[0] == 1:
             rows = entries.gather(list(head_states))
             output = self._target_output() if weight is None else weight[0]
@@ -195,4 +160,4 @@ class MedusaMethod(TrainingMethod):
     def _target_output(self) -> Tensor | nn.Module:
         """The target's output matrix, or its module if that is not a plain matrix. Neither is trained."""
         lm_head = self.teacher.lm_head
-        return lm_head.weight.detach().to(self.heads.device) if is_dense(lm_head) else lm_head
+        return lm_head.weight.detach().to(self.head.device) if is_dense(lm_head) else lm_head

@@ -6,14 +6,13 @@ text. `write_answers` takes any `Engine`: the target in this process, actors on 
 """
 
 from .planning import Planner, RegenerateOptions
-from .self_prompts import SelfPromptOptions, write_self_prompts
+from .self_prompts import write_self_prompts
 from .writing import regenerate, write_answers
 
 
 __all__ = [
     "Planner",
     "RegenerateOptions",
-    "SelfPromptOptions",
     "regenerate",
     "write_answers",
     "write_self_prompts",

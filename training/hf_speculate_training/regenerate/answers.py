@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +53,6 @@ class Job:
     documents: list[Document] = field(default_factory=list)
     finish: str = ""
     is_reencoded: bool = False
-
-    @property
-    def digest(self) -> str:
-        """Digest of the first prompt: a line of an earlier run with another one answered another prompt."""
-        return prompt_digest(self.prompt_ids)
 
     def start(self) -> list[int]:
         """Begins the document; returns the first prompt."""
@@ -116,11 +111,6 @@ class Job:
         return {name: tokenizer.decode(part, skip_special_tokens=True) for name, part in parts.items()}
 
 
-def line_digest(line: Mapping[str, Any]) -> str:
-    """`Job.digest` of the job that a line came from (its part 0)."""
-    return prompt_digest(line["input_ids"][: line["num_prompt_tokens"]])
-
-
 def repeats_itself(tokens: Sequence[int]) -> bool:
     """True if a text ends in one passage, of at most a quarter of it, three times or more."""
     longest = len(tokens) // 4
@@ -131,4 +121,5 @@ def repeats_itself(tokens: Sequence[int]) -> bool:
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
+    """Digest of a first prompt: a line of an earlier run with another one answered another prompt."""
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]

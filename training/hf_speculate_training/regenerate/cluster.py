@@ -35,17 +35,10 @@ _MOST_BLOCKS = 4096  # Ray does a block again where an actor dies
 
 
 class RayEngine(Engine):
-    """A pool of actors; a cluster that `ray.init` has found already, or this machine.
+    """A pool of actors, on a cluster that `ray.init` has found already, or on this machine.
 
-    Args:
-        section: the target, as every actor can load it.
-        options: options for prompts and answers.
-        speculator: NAME_OR_PATH:option=value,… for each actor; None: no speculator.
-        actors: number of actors.
-        cpus, gpus: resources of each actor. On a CPU it computes with `cpus` threads.
-        retries: number of times that a batch that raised is tried again.
-    Raises:
-        SpeculateError: Ray is not installed.
+    Each loads the target and a speculator (NAME_OR_PATH:option=value,…), and has `cpus` threads or `gpus`. A batch that
+    raised is tried again, `retries` times.
     """
 
     answers_whole_batches = True  # as in one process
@@ -168,11 +161,7 @@ def _job(values: dict[str, Any]) -> Job:
 
 @contextmanager
 def _cluster() -> Iterator[Any]:
-    """Ray, as it was set up already, or quietly on this machine and for this time.
-
-    Raises:
-        SpeculateError: an actor failed for good.
-    """
+    """Ray, as it was set up already, or quietly on this machine and for this time."""
     ray: Any = import_module("ray")
     import_module("ray.data")
     was_there = ray.is_initialized()

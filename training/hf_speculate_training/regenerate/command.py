@@ -23,7 +23,7 @@ from .cluster import RayEngine
 from .connection import KEY_VARIABLE, Connection
 from .engine import Engine, LocalEngine
 from .planning import Planner, RegenerateOptions
-from .self_prompts import SelfPromptOptions, write_self_prompts
+from .self_prompts import SAMPLING, write_self_prompts
 from .server import ServerEngine
 from .writing import write_answers
 
@@ -185,9 +185,9 @@ def regenerate_command(
         model = load_target(section, _device(device))
         drafting, served = _speculator(speculator, model), unwrap(model).config
         if self_prompts is not None:
-            drawing = SelfPromptOptions(count=self_prompts, batch_size=batch_size, seed=seed)
+            drawing = replace(SAMPLING, batch_size=batch_size, seed=seed)
             drawn = output.with_name(output.name + ".prompts")  # another suffix: these are not training data
-            records, dropped = write_self_prompts(model, tokenizer, drawn, drawing, speculator=drafting)
+            records, dropped = write_self_prompts(model, tokenizer, drawn, self_prompts, drawing, speculator=drafting)
             options = replace(options, chat=True)
         answering = LocalEngine(model, tokenizer, options, drafting)
     assert records is not None

@@ -27,11 +27,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 
 class ServerError(SpeculateError, RuntimeError):
-    """A server cannot be reached, or does not do what it is asked for.
-
-    Attributes:
-        status: status of its answer, where it refused a request that it understood.
-    """
+    """A server cannot be reached, or refuses a request; then `status` is that of its answer."""
 
     def __init__(self, message: str, status: int | None = None):
         key = os.environ.get(KEY_VARIABLE)  # answers may quote it, and it need not look like one
@@ -72,12 +68,8 @@ class Connection:
         return [model.id for model in self._asked("get", "/models", Models).data]
 
     def ask(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
-        """Sends a request and returns the answer.
+        """Sends a request to a path below `/v1`, and returns the answer in a form.
 
-        Args:
-            path: path below `/v1`.
-            body: body of the request.
-            form: schema of the answer.
         Raises:
             ServerError: it refuses, gives no answer however often it is asked, or answers in another form.
         """

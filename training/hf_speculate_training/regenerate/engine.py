@@ -53,15 +53,7 @@ class Engine(ABC):
 
 
 class LocalEngine(Engine):
-    """The target in this process: `model.generate`, batch by batch, with a speculator.
-
-    Args:
-        target: the model; a PEFT-wrapped one writes with its adapter.
-        tokenizer: the target's.
-        options: options for prompts and answers.
-        speculator: speculator that makes it faster; the text is the same without.
-        end_ids: tokens that end a text, in addition to the model's own.
-    """
+    """The target in this process: `model.generate`, batch by batch, with a speculator; see `regenerate`."""
 
     answers_whole_batches = True  # sampled rows then draw the same numbers as in the first run
 

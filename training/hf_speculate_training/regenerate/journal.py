@@ -21,11 +21,8 @@ class Journal:
     """An output file of groups of lines; a group is all lines of one example.
 
     Every line holds the example's `id`, and `is_last`, which marks the end of its group. Opening the file again cuts
-    off a line or a group that a kill left unfinished. A file next to it (`.settings`) holds the settings.
-
-    Args:
-        path: the output file; its folder is made if it is absent.
-        settings: everything that the output depends on, JSON-serialisable. Reopening it with others raises.
+    off a line or a group that a kill left unfinished. A file next to it (`.settings`) holds everything that the output
+    depends on, JSON-serialisable. The folder is made if it is absent.
 
     Raises:
         SpeculateError: made with other settings, being written by another process, not a file of this kind; it cannot
@@ -57,16 +54,8 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Lines of the file."""
-        return read_lines(self.path)
-
     def append(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Writes groups of lines to the disk.
-
-        Raises:
-            SpeculateError: they could not be written; the file is as before.
-        """
+        """Writes groups of lines to the disk; raises `SpeculateError` and leaves the file as before if that fails."""
         marked = [dict(line, is_last=line is group[-1]) for group in groups for line in group]
         data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in marked)
         start = self._file.tell()

@@ -73,12 +73,8 @@ class RegenerateOptions:
 
 
 class Planner:
-    """Makes batches of jobs of records. It needs the target's tokenizer and configuration, and no weights.
+    """Makes batches of jobs of records, but of those like `held_out`. It needs no weights of the target.
 
-    Args:
-        tokenizer, config: the target's.
-        options: options for prompts and answers.
-        held_out: prompts kept for measuring; records like them are skipped.
     Raises:
         SpeculateError: `max_new_tokens` leaves no space for a prompt.
     """
@@ -107,11 +103,7 @@ class Planner:
             bar.update()
 
     def _asked(self, index: int, record: Mapping[str, Any]) -> list[Job]:
-        """Makes the jobs of record `index`.
-
-        Raises:
-            RecordError: the record cannot be answered; the text gives the reason.
-        """
+        """Makes the jobs of record `index`; raises `RecordError` if it cannot be answered."""
         example = read_record(record, self.options.chat)
         if self._held_out is not None and self._held_out.is_like(example):
             raise RecordError("like a prompt that is held out")

@@ -31,16 +31,9 @@ _REFUSALS = (400, 422)  # of a field that a server does not know
 
 
 class ServerEngine(Engine):
-    """A model on a server.
+    """A model on a server (None for its only one), whose tokenizer and configuration the target has.
 
-    Args:
-        connection: connection to the server.
-        tokenizer, config: tokenizer and configuration of the model that the server has.
-        options: options for prompts and answers. Without a temperature the server's own defaults hold.
-        model: name of the model on the server; None for its only one.
-        concurrency: number of requests at a time.
-    Raises:
-        ServerError: the server cannot be reached, or has no such model.
+    Without a temperature in the options the server's own defaults hold.
     """
 
     answers_whole_batches = False

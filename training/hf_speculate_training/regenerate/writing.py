@@ -22,9 +22,9 @@ from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
 
 from ..data import HeldOut
-from .answers import Job, line_digest
+from .answers import Job, prompt_digest
 from .engine import Engine, LocalEngine
-from .journal import Journal
+from .journal import Journal, read_lines
 from .planning import Planner, RegenerateOptions
 
 
@@ -33,24 +33,23 @@ logger = get_logger(__name__)
 
 @dataclass
 class RegenerateReport:
-    """Figures of a run.
-
-    Attributes:
-        num_written, num_found: number of examples written now, and found from earlier runs.
-        num_new_tokens: number of tokens written now.
-        num_cut: number of examples written now that reached `max_new_tokens`, so that they have no end.
-        num_endless: number of those written now that repeat themselves to no end; no head learns their tokens.
-        num_reencoded: number of examples written now whose token ids come from the text of the answers.
-        skipped: reason -> number of records that cannot be answered.
-    """
+    """Numbers of examples and tokens; all but `num_found` are of those that were written now."""
 
     num_written: int = 0
-    num_found: int = 0
+    num_found: int = 0  # from earlier runs
     num_new_tokens: int = 0
-    num_cut: int = 0
-    num_endless: int = 0
-    num_reencoded: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
+    num_cut: int = 0  # reached `max_new_tokens`, so they have no end
+    num_endless: int = 0  # repeat themselves to no end; no head learns their tokens
+    num_reencoded: int = 0  # have token ids from the text of the answers
+    skipped: Counter[str] = field(default_factory=Counter)  # records that cannot be answered, by reason
+
+    def add(self, jobs: list[Job]) -> None:
+        """Counts jobs that were answered."""
+        self.num_written += len(jobs)
+        self.num_cut += sum(job.finish == "length" for job in jobs)
+        self.num_endless += sum(job.finish == "endless" for job in jobs)
+        self.num_reencoded += sum(job.is_reencoded for job in jobs)
+        self.num_new_tokens += sum(sum(document.loss_mask) for job in jobs for document in job.documents)
 
 
 def regenerate(
@@ -101,18 +100,20 @@ def write_answers(
     """Does the work of `regenerate` with any engine; raises as it does, and as the engine does."""
     settings = {**engine.settings(), "num_records": len(records), **asdict(planner.options)}
     report = RegenerateReport()
+    is_hidden = None if show_progress is None else not show_progress
     with (
         Journal(output, settings) as journal,
-        tqdm(desc="answering", unit=" records", total=len(records), disable=_hidden(show_progress)) as bar,
+        tqdm(desc="answering", unit=" records", total=len(records), disable=is_hidden) as bar,
     ):
-        done = {line["id"]: line_digest(line) for line in journal.lines() if line["part"] == 0}
+        firsts = (line for line in read_lines(journal.path) if line["part"] == 0)
+        done = {line["id"]: prompt_digest(line["input_ids"][: line["num_prompt_tokens"]]) for line in firsts}
         report.num_found = len(done)
         batches = planner.batches(records, report.skipped, bar)
         for answered in engine.answered(_missing(batches, dict(done), journal, engine.answers_whole_batches)):
             fresh = [job for job in answered if job.id not in done]
             journal.append([job.lines(planner.tokenizer) for job in fresh])
-            done |= {job.id: job.digest for job in fresh}
-            _count(report, fresh)
+            done |= {job.id: prompt_digest(job.prompt_ids) for job in fresh}
+            report.add(fresh)
             bar.set_postfix_str(f"{report.num_found + report.num_written} examples, {report.num_new_tokens} new tokens")
     if not report.num_written and not report.num_found:
         raise SpeculateError(f"nothing can be answered: {_listed(report.skipped)}.")
@@ -126,33 +127,16 @@ def _missing(
 ) -> Iterator[list[Job]]:
     """Batches that have jobs to do: as a whole, or without the jobs that are done."""
     for batch in batches:
-        missing = [job for job in batch if not _is_done(job, done, journal)]
+        for job in batch:
+            if job.id in done and done[job.id] != prompt_digest(job.prompt_ids):
+                raise SpeculateError(
+                    f"{journal.path} holds an answer to another prompt as number {job.id}: the data have changed "
+                    "since. Give another output, or the data that it was made from."
+                )
+        missing = [job for job in batch if job.id not in done]
         if missing:
             yield batch if as_whole else missing
 
 
-def _is_done(job: Job, done: Mapping[str, str], journal: Journal) -> bool:
-    if job.id not in done:
-        return False
-    if done[job.id] != job.digest:
-        raise SpeculateError(
-            f"{journal.path} holds an answer to another prompt as number {job.id}: the data have changed since. Give "
-            "another output, or the data that it was made from."
-        )
-    return True
-
-
-def _count(report: RegenerateReport, jobs: list[Job]) -> None:
-    report.num_written += len(jobs)
-    report.num_cut += sum(job.finish == "length" for job in jobs)
-    report.num_endless += sum(job.finish == "endless" for job in jobs)
-    report.num_reencoded += sum(job.is_reencoded for job in jobs)
-    report.num_new_tokens += sum(sum(document.loss_mask) for job in jobs for document in job.documents)
-
-
 def _listed(skipped: Counter[str]) -> str:
     return "; ".join(f"{count} x {reason}" for reason, count in skipped.most_common(5)) or "no records"
-
-
-def _hidden(show_progress: bool | None) -> bool | None:
-    return None if show_progress is None else not show_progress

@@ -70,10 +70,7 @@ def training_arguments(recipe: Recipe) -> HeadTrainingArguments:
     """The arguments of a recipe's `training` section.
 
     A run with evaluation data evaluates and saves every 500 steps by default, and keeps the checkpoint with the best
-    mean acceptance length.
-
-    Raises:
-        RecipeError: `TrainingArguments` does not have a key, or it belongs to another section.
+    mean acceptance length. Raises `RecipeError` for a key that is not known, or that belongs to another section.
     """
     given = {"use_cpu": not torch.accelerator.is_available(), **recipe.training}
     for name, place in _ELSEWHERE.items():

@@ -44,17 +44,7 @@ from .recipe import EvaluationSection, MethodSection, Recipe
 
 @dataclass
 class Parts:
-    """Everything that a run trains with.
-
-    Attributes:
-        target: the target.
-        tokenizer: the target's tokenizer; None if nothing needs one.
-        method: the training method around its head.
-        train: training data: `PreparedData`, or rows of the caller's.
-        held_out: evaluation data in one of these forms; None for none.
-        evaluation: measurement of acceptance; None for none.
-        use: target and tokenizer as `describe_use` saw them before layers were shared out; None if they were not.
-    """
+    """Everything that a run trains with; `train` and `held_out` are `PreparedData`, or rows of the caller's."""
 
     target: nn.Module
     tokenizer: Any
@@ -62,18 +52,13 @@ class Parts:
     train: Any
     held_out: Any
     evaluation: AcceptanceEvaluation | None
-    use: Mapping[str, Any] | None = None
+    use: Mapping[str, Any] | None = None  # of `describe_use`, before layers were shared out among processes
 
     def train_rows(self) -> Any:
-        """Rows for the trainer."""
         return self.train.rows() if isinstance(self.train, PreparedData) else self.train
 
     def evaluation_rows(self, limit: int | None = None) -> RowDataset | Subset | Any:
-        """Rows for an evaluation; None without evaluation data.
-
-        Args:
-            limit: number of rows, evenly spaced; None for all.
-        """
+        """Rows for an evaluation, `limit` of them, evenly spaced; None without evaluation data."""
         data = self.held_out
         if not isinstance(data, PreparedData):
             return data
@@ -83,17 +68,11 @@ class Parts:
 
 @dataclass(kw_only=True)
 class TrainingRun(Parts):
-    """The parts of a recipe's run, loaded; nothing is trained or written yet.
-
-    Attributes:
-        recipe: the recipe.
-        args: arguments of the trainer.
-        resume: checkpoint from which the run resumes; None for a fresh run.
-    """
+    """The parts of a recipe's run, loaded; nothing is trained or written yet."""
 
     recipe: Recipe
     args: HeadTrainingArguments
-    resume: str | None = None
+    resume: str | None = None  # a checkpoint
 
     @property
     def folder(self) -> Path:
@@ -118,15 +97,9 @@ def build(
 ) -> Parts:
     """The parts of a run.
 
-    Args:
-        args: arguments of the trainer; their seed draws fresh heads.
-        target: the target.
-        method: the method; a name gets the shape that suits the target's size.
-        train, held_out: a source that `prepare_data` reads, or rows. Without `held_out` a share of the training data is
-            held out, if the options ask for it.
-        options: options for reading sources; None takes the defaults, and the chat template if there is one.
-        evaluation: measurement of acceptance; None for none.
-        tokenizer: the target's tokenizer; None loads it if the target is loaded or a source is read.
+    A method that is only named gets the shape that suits the target's size. Data are a source for `prepare_data`,
+    or rows. Without `held_out` a share of the training data is held out, if the options ask for it.
+
     Raises:
         SpeculateError: there is no such target or method, the data cannot be used; see also `check_launch`.
     """
@@ -176,12 +149,7 @@ def name_of(target: TargetSection | nn.Module) -> str:
 def build_method(section: MethodSection, target: nn.Module, data: PreparedData | None) -> TrainingMethod:
     """The method of a recipe around a fresh head, or around a trained one.
 
-    Args:
-        section: name, head and options.
-        target: the target.
-        data: training data, whose tokens choose a draft vocabulary if the head is to have one.
-    Raises:
-        RecipeError: the method or its head does not have these options.
+    The tokens of `data` choose a draft vocabulary if the head is to have one.
     """
     method = load_method(section.name)
     options = read_section(method.options_class, section.options, "method.options")

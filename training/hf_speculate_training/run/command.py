@@ -16,9 +16,9 @@ from hf_speculate_tools.endings import INTERRUPTED
 
 from .arguments import end_process_group, process_index
 from .defaults import Choice, commented_recipe, default_choices, recipe_values
-from .dry_run import describe_run
 from .evaluation import ACCEPTANCE
 from .guards import InterruptedTrainingError
+from .preflight import describe_run
 from .recipe import find_recipe, read_recipe, recipe_from, recipe_names
 from .run import prepare, train_head
 

@@ -26,30 +26,15 @@ _LARGE_HIDDEN_SIZE = 2048  # a row of theirs fills a GPU
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of a recipe with its reason.
+    """One value of a recipe with its reason, which is a comment in the file."""
 
-    Attributes:
-        place: place of the value, `section.key` or `section.key.key`.
-        value: the value.
-        why: reason for it, a comment in the file; empty for none.
-    """
-
-    place: str
+    place: str  # section.key or section.key.key
     value: Any
     why: str = ""
 
 
 def default_choices(target: str, data: str, method: str, output: str | None = None) -> list[Choice]:
-    """The recipe for a target, in the order in which it is written.
-
-    Args:
-        target: `target.path` of the recipe; configuration and tokenizer there are read.
-        data: `data.train` of the recipe.
-        method: name of an installed method.
-        output: `output.folder` of the recipe; None for `runs/<target>-<method>`.
-    Raises:
-        SpeculateError: there is no such method or target.
-    """
+    """The recipe for a target, in the order in which it is written. Reads the target's configuration and tokenizer."""
     section = TargetSection(path=target)
     load_method(method)
     config = load_config(section).get_text_config(decoder=True)
@@ -87,11 +72,7 @@ def recipe_values(choices: Iterable[Choice]) -> dict[str, Any]:
 
 
 def default_arguments(config: PretrainedConfig) -> dict[str, Any]:
-    """Default values for `HeadTrainingArguments`, without those about evaluating and saving.
-
-    Args:
-        config: configuration of the target's text model.
-    """
+    """Default values for `HeadTrainingArguments`, without those about evaluating and saving."""
     values = recipe_values(_training_choices(config))["training"]
     return {name: value for name, value in values.items() if name not in ("eval_steps", "save_steps")}
 

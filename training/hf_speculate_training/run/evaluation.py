@@ -59,12 +59,7 @@ class AcceptanceOptions:
 
 
 class AcceptanceEvaluation:
-    """Runs the decoding loop with the head as it is now.
-
-    Args:
-        prompts: token ids of at least one prompt.
-        options: options for measuring; None for the defaults.
-    """
+    """Runs the decoding loop with the head as it is now, on at least one prompt of token ids."""
 
     def __init__(self, prompts: Sequence[PromptIds], options: AcceptanceOptions | None = None):
         if not prompts:
@@ -75,11 +70,9 @@ class AcceptanceEvaluation:
     def measure(self, target: nn.Module, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
         """Mean acceptance lengths: tokens that a round with a draft emits, the bonus token included.
 
-        Args:
-            target: the model, wrapped or not.
-            method: the method in training; its mode and weights stay as they are.
-            accelerator: accelerator among whose processes the prompts are shared out, unless these share the target,
-                which all must run equally often. None runs all prompts in this process.
+        The processes of an `accelerator` share the prompts out, unless they share the target, which all must run
+        equally often. The method's mode and weights stay as they are.
+
         Returns:
             `mean_acceptance_length` and, for several settings, `mean_acceptance_length_nodes_8`,
             `mean_acceptance_length_nodes_8_temperature_1`, …; the same in every process. A setting without drafts
@@ -132,12 +125,9 @@ class AcceptanceEvaluation:
 
 
 def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[PromptIds]:
-    """Prompts from documents: all tokens before the first one that the target is to emit.
+    """At most `count` prompts, of evenly spaced documents: all tokens before the first one that the target is to emit.
 
-    Args:
-        documents: records with `input_ids` and `loss_mask`, of which evenly spaced ones are taken.
-        count: number of prompts at most.
-        num_tokens: length of the prompt of a plain text, all of which the target is to emit.
+    Of a plain text, all of which it is to emit, the prompt is the first `num_tokens`.
     """
     prompts: list[PromptIds] = []
     for document in (documents[index] for index in evenly_spaced(len(documents), count)):

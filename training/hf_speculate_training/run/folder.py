@@ -33,11 +33,8 @@ _RUNNING_FILES = (_LOCK_FILE, _HOLDER_FILE)
 
 
 def checked_folder(folder: str, resume: bool) -> str | None:
-    """The checkpoint from which a run in `folder` resumes; None for a new run.
-
-    Raises:
-        SpeculateError: the folder is a file, is not empty, or has nothing to resume.
-    """
+    """The checkpoint from which a run in `folder` resumes; None for a new run. Raises `SpeculateError` if the folder is
+    a file, is not empty, or has nothing to resume."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise SpeculateError(f"the output folder {folder} is a file.")
     checkpoint = last_checkpoint(folder) if os.path.isdir(folder) else None
@@ -65,12 +62,9 @@ def recipe_file(folder: str | os.PathLike) -> Path:
 
 @contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
-    """Holds an output folder. An absent one is made, and an empty one removed at the end.
+    """Holds an output folder, or raises `SpeculateError`. An absent one is made, and an empty one removed at the end.
 
     A lock ends with its process, so a killed one holds nothing.
-
-    Raises:
-        SpeculateError: another process trains in the folder.
     """
     path = Path(folder)
     try:

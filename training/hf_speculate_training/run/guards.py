@@ -16,7 +16,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
 
-from ..methods import TrainingMethod
 from .folder import last_checkpoint
 
 
@@ -38,13 +37,7 @@ class InterruptedTrainingError(SpeculateError, RuntimeError):
 
 
 class DivergenceGuard(TrainerCallback):
-    """Passes the method its step, and stops before the optimizer takes a gradient that is not a number."""
-
-    def __init__(self, method: TrainingMethod):
-        self.method = method
-
-    def on_step_begin(self, args, state, control: TrainerControl, **kwargs) -> None:
-        self.method.on_step(state.global_step, state.max_steps)
+    """Stops a run before the optimizer takes a gradient that is not a number."""
 
     def on_pre_optimizer_step(self, args, state, control: TrainerControl, **kwargs) -> None:
         optimizer = kwargs["optimizer"]

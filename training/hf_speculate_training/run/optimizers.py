@@ -20,16 +20,9 @@ _TOKEN_MATRICES = ("embed_tokens", "lm_head", "output_weight", "markov_w")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers that step together.
+    """Two optimizers that step together: `lr` and `weight_decay` are Muon's, `betas` and `eps` AdamW's.
 
-    Args:
-        named_parameters: parameters of the head; those that are not trained are left out.
-        lr: learning rate of Muon.
-        adamw_lr: learning rate of AdamW; None for half of `lr`.
-        betas, eps: settings of AdamW.
-        weight_decay: weight decay of Muon; embeddings, norms and biases do not decay.
-    Raises:
-        SpeculateError: this torch has no Muon.
+    AdamW has half of `lr` unless it is given its own. Embeddings, norms and biases do not decay.
     """
 
     def __init__(

@@ -7,36 +7,29 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas
+
 from hf_speculate.errors import SpeculateError
 
 from .evaluation import ACCEPTANCE
 
-
-LogHistory = Sequence[Mapping[str, Any]]
-Curve = tuple[list[int], list[float]]
 
 _ACCEPTANCE = f"eval_{ACCEPTANCE}"
 _STEP_METRIC = re.compile(r"accuracy_(\d+)")
 _SMOOTHED_OVER = 0.05  # share of a curve's points
 
 
-def plot_run(history: LogHistory, path: str | os.PathLike, title: str = "") -> None:
-    """Draws the curves of a log history; panels without data are left out.
-
-    Args:
-        history: the trainer's log history.
-        path: PNG file to write.
-        title: title above the panels.
-    Raises:
-        SpeculateError: matplotlib is not installed, or nothing was logged.
-    """
+def plot_run(history: Sequence[Mapping[str, Any]], path: str | os.PathLike, title: str = "") -> None:
+    """Draws the curves of a log history; panels without data are left out. Raises `SpeculateError` if nothing can be
+    drawn."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise SpeculateError("the curves need matplotlib: pip install 'hf-speculate[train]'.") from error
-    found = curves(history)
+    # By step; the newest counts if a resumed run logged a step twice.
+    found: Any = pandas.DataFrame([{"step": 0, **entry} for entry in history]).groupby("step").last() if history else {}
     steps = sorted({int(match[1]) for name in found if (match := _STEP_METRIC.search(name))})
     colors = [colormaps["viridis"](0.9 * step / max(len(steps) - 1, 1)) for step in steps]
     lengths = [name for name in found if name.startswith(_ACCEPTANCE)]
@@ -52,7 +45,7 @@ def plot_run(history: LogHistory, path: str | os.PathLike, title: str = "") -> N
             ("", name, name.removeprefix(_ACCEPTANCE).strip("_").replace("_", " "), None) for name in lengths
         ],
     }
-    drawn = {name: lines for name, lines in panels.items() if any({*line[:2]} & found.keys() for line in lines)}
+    drawn = {name: lines for name, lines in panels.items() if any({*line[:2]} & set(found) for line in lines)}
     if not drawn:
         raise SpeculateError("nothing to plot: the run logged neither a loss nor an evaluation.")
     figure = Figure(figsize=(5.2 * len(drawn), 3.8), layout="constrained", dpi=130)
@@ -71,36 +64,16 @@ def plot_run(history: LogHistory, path: str | os.PathLike, title: str = "") -> N
     figure.savefig(path)
 
 
-def curves(history: LogHistory) -> dict[str, Curve]:
-    """Steps and values by metric, in the order of the run. The newest counts if a resumed run logged a step twice."""
-    found: dict[str, dict[int, float]] = {}
-    for entry in history:
-        for name, value in entry.items():
-            if isinstance(value, int | float) and name not in ("step", "epoch"):
-                found.setdefault(name, {})[entry.get("step", 0)] = float(value)
-    return {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in found.items()}
-
-
-def _draw(axes: Any, found: Mapping[str, Curve], train: str, evaluation: str, label: str, color: Any) -> None:
+def _draw(axes: Any, found: pandas.DataFrame, train: str, evaluation: str, label: str, color: Any) -> None:
     """Draws a metric of the evaluation, and that of the training, smoothed and faint, in the background."""
     if train in found:
-        steps, values = found[train]
-        name = f"{label} training".strip()
-        axes.plot(steps, _smoothed(values), color=color, alpha=0.4, linewidth=1.2, label=name)
+        curve = found[train].dropna()
+        smoothed = curve.ewm(span=max(1.0, len(curve) * _SMOOTHED_OVER)).mean()
+        axes.plot(curve.index, smoothed, color=color, alpha=0.4, linewidth=1.2, label=f"{label} training".strip())
     if evaluation in found:
-        steps, values = found[evaluation]
+        curve = found[evaluation].dropna()
         name = f"{label} evaluation".strip() if train in found else label or None
-        axes.plot(steps, values, color=color, marker="o", markersize=3, label=name)
+        axes.plot(curve.index, curve, color=color, marker="o", markersize=3, label=name)
         if evaluation.startswith(_ACCEPTANCE):
-            place = (steps[-1], values[-1])
-            axes.annotate(f"{values[-1]:.2f}", place, (4, 0), textcoords="offset points", fontsize=8, va="center")
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, corrected for its start at 0."""
-    weight = 2 / (1 + max(1.0, len(values) * _SMOOTHED_OVER))
-    mean, result, total = 0.0, [], 0.0
-    for value in values:
-        mean, total = mean + weight * (value - mean), total + weight * (1 - total)
-        result.append(mean / total)
-    return result
+            place, value = (curve.index[-1], curve.iloc[-1]), f"{curve.iloc[-1]:.2f}"
+            axes.annotate(value, place, (4, 0), textcoords="offset points", fontsize=8, va="center")

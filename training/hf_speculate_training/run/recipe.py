@@ -167,12 +167,8 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def to_yaml(self, *, publish: bool = False) -> str:
-        """The recipe as a file that `read_recipe` reads.
-
-        Args:
-            publish: True cuts paths of this machine to their last part.
-        """
-        content = _plain(self.to_dict())
+        """The recipe as a file that `read_recipe` reads; `publish` cuts paths of this machine to their last part."""
+        content = plain_values(self.to_dict())
         shown = public_recipe(content) if publish else content
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
@@ -183,11 +179,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name_or_path: str | os.PathLike) -> Path:
-    """The file of a recipe: the path itself, or the shipped recipe of that name.
-
-    Raises:
-        RecipeError: there is neither; the message has a suggestion.
-    """
+    """The file of a recipe: the path itself, or the shipped recipe of that name."""
     name = user_path(name_or_path)
     path = Path(name)
     if path.exists() or path.suffix.lower() in (".yaml", ".yml", ".json") or path.name != name:
@@ -202,7 +194,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe in a YAML file.
 
     Args:
-        path: path of the file, or the name of a shipped recipe, see `recipe_names`.
+        path: path of the file, or the name of a shipped recipe.
         overrides: texts `section.key=value`, with values as in YAML, which win over the file.
     Raises:
         RecipeError: there is no such file, it is not YAML, a key is unknown, or a value has the wrong type.
@@ -261,10 +253,3 @@ def _override(content: dict[str, Any], text: str) -> None:
         if not isinstance(place, dict):
             raise RecipeError(f"cannot read --set {shown!r}: {key} is not a section.")
     place[keys[-1]] = parse_yaml(value, f"the value of --set {shown!r}")
-
-
-def _plain(value: Any) -> Any:
-    """`value` with lists for tuples and dicts for mappings, which YAML writes without tags."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

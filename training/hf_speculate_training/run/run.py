@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
-
-from transformers import EarlyStoppingCallback, TrainerCallback
+from typing import Any
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
@@ -22,8 +21,7 @@ from hf_speculate.speculator import AutoSpeculator, read_provenance, without_ver
 from hf_speculate_tools.check import measure_calibration
 from hf_speculate_tools.hub import CURVES_FILE, card_facts, push_folder, write_card
 
-from ..data import Collator, RowDataset, check_source, content_fingerprint
-from ..states import write_features
+from ..data import check_source, content_fingerprint
 from ..target import is_sharded
 from .arguments import quiet_replicas, rows_a_step, training_arguments
 from .builder import TrainingRun, build
@@ -33,7 +31,7 @@ from .plots import plot_run
 from .preflight import check_disk, check_run, check_services
 from .provenance import check_same, describe_use, write_provenance, write_recipe
 from .recipe import OutputSection, Recipe
-from .trainer import HeadTrainer
+from .trainer import HeadTrainer, trainer_of
 
 
 logger = get_logger(__name__)
@@ -43,7 +41,10 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
     """Runs a recipe; returns the folder of the finished head. Resuming a finished run changes nothing.
 
     Raises:
-        SpeculateError: see `prepare` and `train_prepared`.
+        SpeculateError: see `prepare`; or another process trains in the folder.
+        DivergedError: the loss is not a number any more.
+        InterruptedTrainingError: Ctrl-C was pressed; the message has the command that resumes the run.
+        UploadError: the Hub did not take the head, which is complete; the message has the command that tries again.
     """
     folder = recipe.output.folder
     if resume and is_finished(folder, recipe.training):
@@ -52,7 +53,17 @@ def train_head(recipe: Recipe, *, resume: bool = False) -> Path:
             "--set training.max_steps=... (or num_train_epochs) with --resume."
         )
         return Path(folder)
-    return train_prepared(prepare(recipe, resume=resume))
+    run = prepare(recipe, resume=resume)
+    known = _known(run)
+    sessions = _sessions(run, known)
+    logger.warning(f"training data {run.train.report.summary()}.")
+    with locked(folder) if run.args.should_save else nullcontext():
+        if run.args.should_save:
+            checked_folder(folder, run.resume is not None)  # another run may have ended meanwhile
+        leads = _train(run, known, sessions)
+    if leads and recipe.output.push_to_hub:
+        _push(recipe.output, run.method.name)
+    return run.folder
 
 
 def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> TrainingRun:
@@ -77,7 +88,7 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Trai
     check_services(recipe, args)
     data = recipe.data
     for source in filter(None, (data.train, data.eval)):
-        check_source(source, data.split)  # before the target is loaded
+        check_source(source)  # before the target is loaded
     parts = build(args, recipe.target, recipe.method, data.train, data.eval, options=data, evaluation=recipe.evaluation)
     run = TrainingRun(**vars(parts), recipe=recipe, args=args, resume=checkpoint)
     check_run(run)
@@ -85,52 +96,6 @@ def prepare(recipe: Recipe, *, resume: bool = False, write: bool = True) -> Trai
     if write:
         check_disk(run)
     return run
-
-
-def trainer_of(run: TrainingRun, *, cached: bool = True) -> HeadTrainer:
-    """A trainer for a run.
-
-    Args:
-        run: the run.
-        cached: True writes and reads the feature cache if the recipe names one; False computes all states online.
-    """
-    section, rows = run.recipe.evaluation, run.train_rows()
-    callbacks: list[TrainerCallback] = [EarlyStoppingCallback(section.patience)] if section.patience else []
-    trainer = HeadTrainer(
-        run.target,
-        run.method,
-        run.args,
-        data_collator=Collator(run.tokenizer.pad_token_id),
-        train_dataset=rows,
-        eval_dataset=run.evaluation_rows(section.num_rows),
-        processing_class=run.tokenizer,
-        evaluation=run.evaluation or False,
-        callbacks=callbacks,
-    )
-    if cached and run.recipe.features.source == "cache":
-        trainer.train_dataset = write_features(run.recipe.feature_folder, trainer.reader, cast(RowDataset, rows))
-    return trainer
-
-
-def train_prepared(run: TrainingRun) -> Path:
-    """Trains a prepared run, writes the head, then measures and uploads it; returns its folder.
-
-    Raises:
-        SpeculateError: another process trains in the folder.
-        DivergedError: the loss is not a number any more.
-        InterruptedTrainingError: Ctrl-C was pressed; the message has the command that resumes the run.
-        UploadError: the Hub did not take the head, which is complete; the message has the command that tries again.
-    """
-    known = _known(run)
-    sessions = _sessions(run, known)
-    logger.warning(f"training data {run.train.report.summary()}.")
-    with locked(run.folder) if run.args.should_save else nullcontext():
-        if run.args.should_save:
-            checked_folder(str(run.folder), run.resume is not None)  # another run may have ended meanwhile
-        leads = _train(run, known, sessions)
-    if leads and run.recipe.output.push_to_hub:
-        _push(run.recipe.output, run.method.name)
-    return run.folder
 
 
 def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any]]) -> bool:
@@ -207,9 +172,9 @@ def _known(run: TrainingRun) -> dict[str, Any]:
     """The facts for provenance that are known before the first step."""
     parameters = [p for p in run.method.parameters() if p.requires_grad]
     vocabulary = run.method.draft_vocabulary
-    report = {"train": run.train.report.to_dict()}
+    report = {"train": asdict(run.train.report)}
     if run.recipe.data.eval is not None:
-        report["eval"] = run.held_out.report.to_dict()
+        report["eval"] = asdict(run.held_out.report)
     return {
         "recipe": run.recipe.to_dict(),
         "command": sys.argv,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_speculate.errors import SpeculateError
@@ -23,10 +23,10 @@ from hf_speculate_tools.hub import card_facts, push_folder, write_card
 
 from ..data import NO_DOCUMENT, Batch, Collator, DataOptions
 from ..methods import TrainingMethod, shared_size
-from ..states import TargetReader
+from ..states import TargetReader, write_features
 from ..target import TargetSection
 from .arguments import HeadTrainingArguments
-from .builder import arguments_for, build
+from .builder import TrainingRun, arguments_for, build
 from .evaluation import AcceptanceEvaluation
 from .folder import STATE_FILE, check_checkpoint, last_checkpoint, step_of
 from .guards import DivergedError, DivergenceGuard, Interruption, diverged
@@ -111,7 +111,7 @@ class HeadTrainer(Trainer):
             train_dataset=parts.train_rows(),
             eval_dataset=parts.evaluation_rows(),
             processing_class=parts.tokenizer,
-            callbacks=[DivergenceGuard(parts.method), self._interruption, *(callbacks or [])],
+            callbacks=[DivergenceGuard(), self._interruption, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
@@ -203,11 +203,7 @@ class HeadTrainer(Trainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run.
-
-        Raises:
-            SpeculateError: the data have no length, and `max_steps` is not set.
-        """
+        """Optimizer steps of the whole run; raises `SpeculateError` if that is not known."""
         try:
             return self.set_initial_training_values(self.args, self.get_train_dataloader())[6]
         except ValueError as error:
@@ -234,10 +230,8 @@ class HeadTrainer(Trainer):
     ) -> Any:
         """Writes the head to `args.output_dir`, uploads it without checkpoints, and waits for the end.
 
-        Args:
-            commit_message, token, revision, private: arguments of `Trainer.push_to_hub`. The repository is
-                `args.hub_model_id`, or the folder's name.
-            blocking: not used.
+        Arguments are those of `Trainer.push_to_hub`. The repository is `args.hub_model_id`, or the folder's name.
+
         Raises:
             UploadError: the Hub did not take the head, which is in the folder.
         """
@@ -296,3 +290,21 @@ class HeadTrainer(Trainer):
         sums.clear()
         counts.clear()
         return result
+
+
+def trainer_of(run: TrainingRun, *, cached: bool = True) -> HeadTrainer:
+    """A trainer for the run of a recipe. With `cached=False` all states are computed online, without the cache."""
+    section, rows = run.recipe.evaluation, run.train_rows()
+    trainer = HeadTrainer(
+        run.target,
+        run.method,
+        run.args,
+        train_dataset=rows,
+        eval_dataset=run.evaluation_rows(section.num_rows),
+        processing_class=run.tokenizer,
+        evaluation=run.evaluation or False,
+        callbacks=[EarlyStoppingCallback(section.patience)] if section.patience else None,
+    )
+    if cached and run.recipe.features.source == "cache":
+        trainer.train_dataset = write_features(run.recipe.feature_folder, trainer.reader, rows)
+    return trainer

@@ -13,7 +13,6 @@ other batches the same up to rounding.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -49,7 +48,7 @@ _ROW_TENSORS = ("input_ids", "position_ids", "document_ids", "loss_mask")
 
 
 class FeatureCacheError(SpeculateError, ValueError):
-    """A cache holds other states than those that were asked for, is unfinished or broken, or the disk is too small."""
+    """A cache holds other states than those that were asked for, is unfinished or broken."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,9 @@ class CacheKey:
     """The key of a cache, which is used for nothing else.
 
     Attributes:
-        target: fingerprint of the model, adapters included.
+        target: fingerprint of the model, its dtype and adapters included.
         data: fingerprint of the rows, in order.
         layers: layers of the hidden states.
-        dtype: data type of the files.
         num_rows: number of rows.
         rows_per_shard: rows of a file.
     """
@@ -68,7 +66,6 @@ class CacheKey:
     target: str
     data: str
     layers: tuple[int, ...]
-    dtype: str
     num_rows: PositiveInt
     rows_per_shard: PositiveInt
 
@@ -85,7 +82,6 @@ def write_features(
     reader: TargetReader,
     rows: RowDataset,
     *,
-    dtype: torch.dtype | None = None,
     batch_size: int = 8,
     rows_per_shard: int = 64,
 ) -> FeatureCache:
@@ -95,32 +91,34 @@ def write_features(
 
     Args:
         folder: folder of the cache; an absent one is made.
-        reader: reader of the target.
+        reader: reader of the target, in whose dtype the states are kept.
         rows: rows of the data.
-        dtype: data type of the files; None for the target's. Others round.
         batch_size: rows that run together.
         rows_per_shard: rows of a file, best a multiple of `batch_size`.
     Raises:
-        FeatureCacheError: the folder holds states of another target, other data or layers, or the disk is too small.
+        FeatureCacheError: the folder holds states of another target, other data or layers.
         CheckpointError: a shard cannot be written. Complete shards stay, and a later run resumes after them.
     """
     path = Path(user_path(folder))
     path.mkdir(parents=True, exist_ok=True)
-    key = cache_key(reader, rows, dtype, rows_per_shard)
-    rank, count = _process()
+    key = cache_key(reader, rows, rows_per_shard)
+    together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    rank, count = (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
+    meet = distributed.barrier if together else lambda: None
     with _locked(path) if rank == 0 else nullcontext():
         if rank == 0 and not (path / INDEX_FILE).exists():
             replace_files(path, {INDEX_FILE: json_writer(asdict(key))})
-        _meet()
+        meet()
         _check_key(path, key)
         missing = [shard for shard in range(key.num_shards) if not (path / _shard_name(shard)).exists()]
-        _meet()  # a shard that is written now would be missing for some processes only
+        meet()  # a shard that is written now would be missing for some processes only
         if missing:
-            _check_space(path, key, reader.target, rows, missing)
+            size = sum(rows.lengths) * _token_bytes(reader.target, key.layers)
+            logger.warning(f"caching the target's states of {len(rows)} rows: {size / 2**30:.3f} GiB in {path}.")
         for shard in tqdm(missing[rank::count], desc="caching features", unit="shard", disable=rank > 0 or not missing):
             tensors = _states_of(reader, rows, key, shard, batch_size)
             replace_files(path, {_shard_name(shard): lambda place, tensors=tensors: save_file(tensors, place)})
-        _meet()
+        meet()
     return FeatureCache(path, key)
 
 
@@ -148,11 +146,12 @@ class FeatureCache(Dataset):
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of a feature cache of {len(self)} rows.")
         shard, place = divmod(index % len(self), self.key.rows_per_shard)
-        file = self._file(shard)
+        if shard not in self._files:
+            self._files[shard] = safe_open(self.folder / _shard_name(shard), framework="pt")
+        file = self._files[shard]
         start, end = file.get_slice("offsets")[place : place + 2].tolist()
-        row: dict[str, Any] = {name: file.get_slice(name)[start:end] for name in _ROW_TENSORS}
-        row["last_hidden"] = file.get_slice("last_hidden")[start:end]
         names = set(file.keys())
+        row: dict[str, Any] = {name: file.get_slice(name)[start:end] for name in (*_ROW_TENSORS, "last_hidden")}
         row["features"] = {
             # `last_hidden` is the state after the final norm, which is kept once.
             layer: file.get_slice(f"features.{layer}")[start:end]
@@ -161,6 +160,10 @@ class FeatureCache(Dataset):
             for layer in self.key.layers
         }
         return row
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without open files: workers of a data loader open their own."""
+        return {**self.__dict__, "_files": {}}
 
     def _check_shard(self, shard: int) -> None:
         """Raises `FeatureCacheError` unless a shard is whole and holds its rows; reads its header and offsets."""
@@ -179,25 +182,13 @@ class FeatureCache(Dataset):
         if offsets.shape != (num_rows + 1,) or any(shape[:1] != [int(offsets[-1])] for shape in shapes):
             raise FeatureCacheError(f"{path} does not hold {num_rows} rows with states. Remove it and write it again.")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without open files: workers of a data loader open their own."""
-        return {**self.__dict__, "_files": {}}
 
-    def _file(self, shard: int) -> Any:
-        if shard not in self._files:
-            self._files[shard] = safe_open(self.folder / _shard_name(shard), framework="pt")
-        return self._files[shard]
-
-
-def cache_key(
-    reader: TargetReader, rows: RowDataset, dtype: torch.dtype | None = None, rows_per_shard: int = 64
-) -> CacheKey:
+def cache_key(reader: TargetReader, rows: RowDataset, rows_per_shard: int = 64) -> CacheKey:
     """The key of the states of `rows` that `reader` computes."""
     return CacheKey(
         target=target_fingerprint(reader.target),
         data=content_fingerprint([documents_fingerprint(rows.documents), rows.rows]),
         layers=tuple(sorted(reader.feature_layers)),
-        dtype=str(dtype or reader.target.dtype).removeprefix("torch."),
         num_rows=len(rows),
         rows_per_shard=rows_per_shard,
     )
@@ -208,7 +199,7 @@ def feature_bytes(
 ) -> int:
     """Number of bytes by which a cache in `folder` will still grow; computes no states."""
     held = sum(path.stat().st_size for path in Path(user_path(folder)).glob("*") if path.is_file())
-    return max(sum(rows.lengths) * _token_bytes(target, feature_layers, target.dtype) - held, 0)
+    return max(sum(rows.lengths) * _token_bytes(target, feature_layers) - held, 0)
 
 
 def _check_key(folder: Path, key: CacheKey | None) -> CacheKey:
@@ -237,59 +228,27 @@ def _stored(target: GenerativeModel, layers: Sequence[int]) -> list[str]:
     return ["last_hidden", *(f"features.{layer}" for layer in layers if layer != last)]
 
 
-def _token_bytes(target: GenerativeModel, layers: Sequence[int], dtype: torch.dtype) -> int:
+def _token_bytes(target: GenerativeModel, layers: Sequence[int]) -> int:
     hidden_size = target.config.get_text_config(decoder=True).hidden_size
-    return len(_stored(target, layers)) * hidden_size * dtype.itemsize + _BYTES_OF_ROW_TENSORS
-
-
-def _process() -> tuple[int, int]:
-    """Index of this process among those that train together, and their number."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
-def _meet() -> None:
-    """Waits for all processes."""
-    if _process()[1] > 1:
-        distributed.barrier()
-
-
-def _check_space(path: Path, key: CacheKey, target: GenerativeModel, rows: RowDataset, missing: Sequence[int]) -> None:
-    token, free = _token_bytes(target, key.layers, getattr(torch, key.dtype)), shutil.disk_usage(path).free
-    tokens = sum(rows.lengths)
-    needed = token * sum(rows.row_length(row) for shard in missing for row in key.rows_of(shard))
-    logger.warning(
-        f"caching the target's states of {len(rows)} rows, {tokens} tokens: {_size(token * tokens)} in "
-        f"{path} ({_size(needed)} to be written, {_size(free)} free)."
-    )
-    if needed > free:
-        raise FeatureCacheError(
-            f"the feature cache needs {_size(needed)} more, but the disk of {path} has {_size(free)} free. Possible: "
-            "another folder, fewer data, dtype=torch.bfloat16, or features computed online."
-        )
+    return len(_stored(target, layers)) * hidden_size * target.dtype.itemsize + _BYTES_OF_ROW_TENSORS
 
 
 def _states_of(reader: TargetReader, rows: RowDataset, key: CacheKey, shard: int, batch_size: int) -> dict[str, Tensor]:
     """The tensors of a shard."""
-    numbers, collate, dtype = key.rows_of(shard), Collator(), getattr(torch, key.dtype)
-    stored = _stored(reader.target, key.layers)
+    numbers, stored, collate = key.rows_of(shard), _stored(reader.target, key.layers), Collator()
     parts: dict[str, list[Tensor]] = {name: [] for name in (*_ROW_TENSORS, *stored)}
-    offsets = [0]
     for start in range(0, len(numbers), batch_size):
         batch_rows: list[Row] = [rows[number] for number in numbers[start : start + batch_size]]
         states = reader(collate(batch_rows))
         named = {"last_hidden": states.last_hidden}
         named |= {f"features.{layer}": value for layer, value in states.features.items()}
         for place, row in enumerate(batch_rows):
-            length = len(row["input_ids"])
-            offsets.append(offsets[-1] + length)
             for name in _ROW_TENSORS:
                 parts[name].append(row[name])
             for name in stored:
-                parts[name].append(named[name][place, :length].to(device="cpu", dtype=dtype))
-    tensors = {name: torch.cat(values).contiguous() for name, values in parts.items()}
-    return tensors | {"offsets": torch.tensor(offsets)}
+                parts[name].append(named[name][place, : len(row["input_ids"])].to("cpu", reader.target.dtype))
+    lengths = torch.tensor([0, *map(len, parts["input_ids"])])
+    return {name: torch.cat(values).contiguous() for name, values in parts.items()} | {"offsets": lengths.cumsum(0)}
 
 
 def _locked(path: Path) -> Any:
@@ -298,11 +257,3 @@ def _locked(path: Path) -> Any:
         return lock.acquire(timeout=0)
     except Timeout as error:
         raise FeatureCacheError(f"the feature cache {path} is being written by another process.") from error
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

@@ -76,13 +76,8 @@ def draw_anchors(
     """At most `most` of the possible anchors of each row, ascending, and a mask of the columns that hold one.
 
     The number A of columns is that of the fullest row, and at least 1: without any block parameters would get no
-    gradient.
-
-    Args:
-        possible: bool [B, S], tokens at which a block may stand.
-        most: number of anchors of a row at most.
-        at_random: True draws from torch's generator, all equally likely. False spreads them evenly, so that an
-            evaluation is the same every time and leaves the training's random numbers alone.
+    gradient. Drawn at random, all are equally likely. Else they are spread evenly, so that an evaluation is the same
+    every time and leaves the training's random numbers alone.
     """
     available = possible.sum(1, keepdim=True)
     if at_random:
@@ -104,14 +99,7 @@ def draw_anchors(
 def run_blocks(
     head: BlockHead, context: Float[Tensor, "B T H"], batch: Batch, blocks: TextBlocks
 ) -> Float[Tensor, "B A S H"]:
-    """The states of all slots of all blocks.
-
-    Args:
-        head: the head.
-        context: fused features of the target (`head.fuse`).
-        batch: the batch, on the head's device.
-        blocks: the blocks.
-    """
+    """The states of all slots of all blocks; `context` are fused features of the target (`head.fuse`)."""
     num_rows, num_blocks = blocks.anchors.shape
     rows = torch.arange(num_rows, device=blocks.anchors.device)[:, None]
     slots = torch.arange(head.spec.block_size, device=blocks.anchors.device)
@@ -126,11 +114,9 @@ def run_blocks(
 
 
 class TextAttention:
-    """`attend` of all blocks at once.
+    """`attend` of all blocks at once: by layer keys and values of the context, [B, kv_heads, T, d], and a mask.
 
-    Args:
-        context: keys and values of the context for each layer, [B, kv_heads, T, d].
-        masks: mask of each layer, True for the context entries (first) and slots that a slot sees.
+    A mask is True for the context entries (first) and slots that a slot sees.
     """
 
     def __init__(self, context: Sequence[tuple[Tensor, Tensor]], masks: Sequence[Bool[Tensor, "B 1 N M"]]):

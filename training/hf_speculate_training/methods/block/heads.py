@@ -95,12 +95,8 @@ def new_block(target: GenerativeModel, shape: DFlashShape, target_ids: Int[Tenso
     of a Markov head is 0 at first, and its codes are the main directions of the target's embeddings: random codes learn
     more slowly (docs/log.md).
 
-    Args:
-        target: the target.
-        shape: the head's shape. Without `feature_layers` the head reads three of the target's states,
-            spread over the outputs of layers 1 to L - 3 (z-lab's rule). Of targets with fewer than 6 layers it reads
-            the last three before the final norm.
-        target_ids: tokens of the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
+    Without `feature_layers` the head reads three of the target's states, spread over the outputs of layers 1 to L - 3
+    (z-lab's rule). Of targets with fewer than 6 layers it reads the last three before the final norm.
 
     Raises:
         TargetMismatchError: the target does not have these layers or this mask token.

@@ -130,13 +130,7 @@ class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
         return self.compare(blocks, self.run(batch, states, blocks), states)
 
     def run(self, batch: Batch, states: TargetStates, blocks: TextBlocks) -> Float[Tensor, "B A D H"]:
-        """The states of the slots that propose.
-
-        Args:
-            batch: the batch, on the head's device.
-            states: the target's states.
-            blocks: the blocks.
-        """
+        """The states of the slots that propose; the batch is on the head's device."""
         context = self.head.fuse([states.features[layer] for layer in self.head.spec.feature_layers])
         return run_blocks(self.head, context, batch, blocks)[:, :, self.head.spec.first_slot :]
 

@@ -66,13 +66,8 @@ def new_eagle3(
 ) -> EagleHead:
     """A fresh EAGLE-3 head in float32, as wide as the target, on the device of the target's last layer.
 
-    Its output matrix begins as the target's rows, so that it speaks the target's language from the first step.
-
-    Args:
-        target: the target.
-        shape: the head's shape; None for its defaults.
-        target_ids: tokens of the draft vocabulary (`draft_vocabulary`), ascending; None for the whole vocabulary.
-        switches: further fields of `EagleSpec` (`norm_before_residual`, `fc_norm`, `windows`, …).
+    Its output matrix begins as the target's rows, so that it speaks the target's language from the first step. Switches
+    are further fields of `EagleSpec` (`norm_before_residual`, `fc_norm`, `windows`, …).
 
     Raises:
         TargetMismatchError: the target does not have these layers.
@@ -108,10 +103,7 @@ def new_eagle3(
 def new_eagle1(target: GenerativeModel, shape: EagleShape | None = None, **switches: Any) -> EagleHead:
     """A fresh EAGLE-1 head, of the target's width and with its embeddings and output matrix.
 
-    Args:
-        target: the target.
-        shape: the head's shape; None for its defaults.
-        switches: further fields of `EagleSpec` (`qkv_bias`, …).
+    Switches are further fields of `EagleSpec` (`qkv_bias`, …).
     """
     config, shape = target.config.get_text_config(decoder=True), shape or EagleShape()
     sizes = layer_sizes(config, shape.num_layers, shape.intermediate_size)

@@ -23,16 +23,10 @@ StepMemory = tuple[tuple[Tensor, Tensor], ...]
 
 
 class UnrolledAttention:
-    """`attend` of one unrolled step.
+    """`attend` of one unrolled step, with masks (`step_masks`) and sliding windows by layer.
 
-    Args:
-        masks: bool [B, 1, S, S] for each layer, the step-0 keys that each query sees, see `step_masks`.
-        windows: sliding window of each layer, None for full attention.
-        memory: memory of the earlier steps, oldest first. It is never written to, because gradient checkpointing may
-            run a step again.
-
-    Attributes:
-        added: memory of this step, complete after the forward of all layers.
+    The memory of the earlier steps, oldest first, is never written to, because gradient checkpointing may run a step
+    again. `added` is that of this step, complete after the forward of all layers.
     """
 
     def __init__(
