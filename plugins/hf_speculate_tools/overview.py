@@ -26,8 +26,7 @@ COMMANDS = {
     },
     "Heads": {
         "check": "Diagnose a head whose drafts are rarely accepted.",
-        "convert": "Convert a head to another project's file layout.",
-        "export": "Prepare a head for vLLM, SGLang or llama.cpp, and measure its acceptance.",
+        "convert": "Convert a head to another project's file layout, or for a serving engine.",
         "push": "Upload a head to the Hub, with its model card.",
         "card": "Regenerate a head's model card. Hand-written cards are kept.",
     },
