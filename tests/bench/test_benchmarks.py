@@ -12,10 +12,10 @@ import torch
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import QWEN_CODER, SMOLLM2
-from hf_speculate_tools.commands import ModelShape, shapes
 
-from ..benchmarks import ahead, costs, edits, gguf, headline, headline_picture, heads, tools, train
+from ..benchmarks import ahead, costs, edits, gguf, headline, headline_picture, heads, loss, shapes, tools, train
 from ..benchmarks.command import run
+from ..benchmarks.shapes import ModelShape
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
@@ -102,6 +102,30 @@ class TestHeadline:
             headline.bench_headline(headline.HeadlineSettings())
         told = capsys.readouterr().err
         assert all(f"{target.name} is left out" in told for target in nothing)
+
+
+def test_losses_of_bad_drafters_are_measured(bench_folders):
+    settings = loss.LossSettings(
+        target=str(bench_folders / "target"),
+        max_new_tokens=12,
+        repeats=2,
+        adaptive=False,
+        speculators=["prompt_lookup"],
+        limit=2,
+    )
+    found = loss.bench_loss(settings)
+    rows = {row["drafter"]: row for row in found["rows"]}
+    assert list(rows) == ["random", "adversarial", "never", "prompt_lookup"]
+    assert rows["never"]["drafted_share"] == 0
+    # Never right: each of the 11 rounds emits one token, and every round but those at the end drafts.
+    assert rows["adversarial"]["accepted_tokens"] == 0
+    assert rows["adversarial"]["drafted_share"] == pytest.approx(10 / 11)
+    assert rows["adversarial"]["drafted_tokens"] > 5 * 16
+    assert json.loads(json.dumps(found)) == found
+    assert len(loss.tables(found)[0].rows) == 4
+    settings.drafters = ["rude"]
+    with pytest.raises(SpeculateError, match="no bad drafter rude; there are random, adversarial, never"):
+        loss.bench_loss(settings)
 
 
 def test_every_kind_of_head_is_measured():

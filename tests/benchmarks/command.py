@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_tools.commands import SHAPES, Grid, add_command, by_depth
+from hf_speculate_tools.commands import Grid, add_command, by_depth
 
 from ..support.random_gguf import FileShape, find_recipe, write_random_file
 
@@ -23,7 +23,6 @@ from ..support.random_gguf import FileShape, find_recipe, write_random_file
 Context = Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds to time, about.")]
-Shape = Annotated[str, typer.Option(help=f"Shape of the random weights: {', '.join(SHAPES)}.")]
 
 # Columns for rows with the figures of `bench acceptance`.
 ACCEPTANCE_COLUMNS: dict[str, Any] = {

@@ -21,9 +21,9 @@ from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import Scorer, filler_cache, supported_shape
-from hf_speculate_tools.bench import fixed_length, prefilled_cache, read_profile, verify_ms
+from hf_speculate_tools.bench import fixed_length, prefilled_cache, verify_ms
 from hf_speculate_tools.bench.forwards import medians_in_turn
-from hf_speculate_tools.bench.methods import DEFAULT_RATES, Method, eager_method, scripted_methods, speculator_methods
+from hf_speculate_tools.bench.methods import Method, eager_method, speculator_methods
 from hf_speculate_tools.bench.runs import (
     Request,
     TimedRun,
@@ -35,20 +35,19 @@ from hf_speculate_tools.bench.runs import (
     num_steps,
     plain_texts,
 )
-from hf_speculate_tools.bench.workload import Workload, WorkloadSettings, load_workload, shape_workload
+from hf_speculate_tools.bench.workload import Workload, WorkloadSettings, load_workload
 from hf_speculate_tools.commands import (
     Exact,
     Grid,
-    Layers,
     NewTokens,
-    Rates,
     Repeats,
     progress,
-    random_prompt,
     synchronize,
 )
 
-from .command import Shape, run
+from .command import run
+from .scripted import DEFAULT_RATES, Rates, read_profile, scripted_methods
+from .shapes import Layers, Shape, random_prompt, shape_workload
 
 
 _COPIED_BYTES = 1 << 28
@@ -139,7 +138,7 @@ def bench_costs(settings: CostSettings) -> dict[str, Any]:
 
 def _workload(settings: CostSettings) -> Workload:
     if settings.target is None:
-        return shape_workload(settings.shape, settings.layers, 1, settings.dtype, settings.device)
+        return shape_workload(settings.shape, settings.layers, settings.dtype, settings.device)
     workload = load_workload(replace(settings, raw=True))
     shape, reason = supported_shape(workload.model, DynamicCache(config=workload.model.config))
     if shape != "tree":

@@ -26,25 +26,22 @@ from hf_speculate_plugins import block
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-from hf_speculate_tools.bench import AcceptanceProfile, fixed_length, read_profile
+from hf_speculate_tools.bench import fixed_length
 from hf_speculate_tools.commands import (
     Device,
     Grid,
-    Layers,
-    ModelShape,
-    Rates,
     Repeats,
     environment,
     find_device,
     find_dtype,
-    find_shape,
     progress,
-    random_prompt,
     synchronize,
     timed,
 )
 
-from .command import Context, Dtype, Rounds, Shape, run
+from .command import Context, Dtype, Rounds, run
+from .scripted import AcceptanceProfile, Rates, read_profile
+from .shapes import Layers, ModelShape, Shape, find_shape, random_prompt
 
 
 # More does not fit beside other work on a CPU: two layers are run then, and scaled.

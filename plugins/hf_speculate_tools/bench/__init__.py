@@ -36,11 +36,7 @@ from .generate import BatchSettings as BatchSettings
 from .generate import GenerateSettings as GenerateSettings
 from .generate import bench_batch as bench_batch
 from .generate import bench_generate as bench_generate
-from .loss import LossSettings as LossSettings
-from .loss import bench_loss as bench_loss
-from .methods import AcceptanceProfile as AcceptanceProfile
 from .methods import Method as Method
-from .methods import read_profile as read_profile
 from .methods import speculator_method as speculator_method
 from .runs import Request as Request
 from .runs import TimedRun as TimedRun

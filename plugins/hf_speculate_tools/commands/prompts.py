@@ -23,10 +23,8 @@ FIELDS = ("prompt", "text", "question", "turns", "messages")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 # Written for this purpose, published nowhere else: beginnings of Python files, for the bundled target (a model of
-# Python source); questions, for models with a chat template; and questions that are hard to draft for.
-_PYTHON, _CHAT, HARD_PROMPTS = (
-    Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat", "hard")
-)
+# Python source); and questions, for models with a chat template.
+_PYTHON, _CHAT = (Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Other engines on the same GGUF file: each is a process of another interpreter that has its package.
 
-`bench generate --llama-cpp` runs llama.cpp: llama-cpp-python, which compiles it for the machine, or xllamacpp, a wheel
-of it and its server.
+llama.cpp comes as llama-cpp-python, which compiles it for the machine, or as xllamacpp, a wheel of it and its server.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import typer
 from torch import Tensor
 
 from hf_speculate.errors import SpeculateError
-
-from .methods import Method
+from hf_speculate_tools.bench.methods import Method
 
 
 LlamaCppPython = Annotated[
