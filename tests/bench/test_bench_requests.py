@@ -12,15 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError
-from hf_speculate_tools.bench import (
-    AcceptanceSettings,
-    BatchSettings,
-    bench_acceptance,
-    bench_batch,
-    fixed_length,
-)
-from hf_speculate_tools.bench.acceptance import jackknife
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.bench.acceptance import AcceptanceSettings, bench_acceptance, jackknife
 from hf_speculate_tools.bench.acceptance import tables as acceptance_tables
+from hf_speculate_tools.bench.generate import BatchSettings, bench_batch
 from hf_speculate_tools.bench.generate import tables as generate_tables
 from hf_speculate_tools.bench.methods import eager_method, speculator_method
 from hf_speculate_tools.bench.runs import batches, fitting, measure_in_turn

@@ -21,8 +21,7 @@ from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import Scorer, filler_cache, supported_shape
-from hf_speculate_tools.bench import fixed_length, prefilled_cache, verify_ms
-from hf_speculate_tools.bench.forwards import medians_in_turn
+from hf_speculate_tools.bench import fixed_length
 from hf_speculate_tools.bench.methods import Method, eager_method, speculator_methods
 from hf_speculate_tools.bench.runs import (
     Request,
@@ -46,6 +45,7 @@ from hf_speculate_tools.commands import (
 )
 
 from .command import run
+from .forwards import medians_in_turn, prefilled_cache, verify_ms
 from .scripted import DEFAULT_RATES, Rates, read_profile, scripted_methods
 from .shapes import Layers, Shape, random_prompt, shape_workload
 

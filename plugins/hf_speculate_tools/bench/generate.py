@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -34,7 +34,7 @@ from .methods import (
     stock_speculative_methods,
 )
 from .replay import record_budgets
-from .runs import batches, fixed_length, measure_in_turn, num_steps, without_refused
+from .runs import batches, fixed_length, generate_once, measure_in_turn, num_steps, without_refused
 from .summary import headline, summarize
 from .workload import Workload, WorkloadSettings, describe_target, load_workload
 
@@ -59,7 +59,8 @@ class GenerateSettings(WorkloadSettings):
     """Options of `bench generate`.
 
     Every pair of batch size and temperature is measured. Stock's speculative modes run at batch 1. At most `max_proofs`
-    divergences of a speculator are proven.
+    divergences of a speculator are proven. With `seconds`, as many prompts are measured as take about so long, at least
+    two.
     """
 
     QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
@@ -82,6 +83,7 @@ class GenerateSettings(WorkloadSettings):
     exact: Exact = False
     stock_speculative: bool = True
     max_proofs: int = 8
+    seconds: float | None = None
 
     def specs(self) -> list[SpeculatorSpec]:
         return [spec.with_option("exact", True) if self.exact else spec for spec in super().specs()]
@@ -100,14 +102,18 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
     Returns:
         JSON-serialisable: `rows`, one for each method, batch size and temperature; `temperatures`, for each temperature
         the fastest speculator (at the first batch size) with its `speedup` over `eager` and `best_stock_speculative`;
-        and `speedup`, that of the first temperature.
+        and `speedup`, that of the first temperature. A row's `recorded_length` is the mean acceptance length in the
+        training of its head.
     """
     settings.check()
     specs = settings.specs()  # what cannot be read is said before a model is loaded
     workload = load_workload(settings)
     ours = speculator_methods(specs, workload.model)
     longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
-    rows = _rows(settings, workload, _methods(settings, ours, workload.model, longest))
+    methods = _methods(settings, ours, workload.model, longest)
+    if settings.seconds is not None:
+        workload = _within(settings.seconds, workload, len(methods), settings.max_new_tokens)
+    rows = _rows(settings, workload, methods)
     first_size = settings.batch_sizes[0]
     headlines = {
         f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
@@ -122,6 +128,14 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
         "temperatures": headlines,
         "speedup": next(iter(headlines.values()))["speedup"],
     }
+
+
+def _within(seconds: float, workload: Workload, num_methods: int, max_new_tokens: int) -> Workload:
+    """The workload with as many of its prompts as all methods can be measured on in this time, at least two."""
+    first, *_ = batches(workload.prompts, 1, workload.model.device)
+    calls = [generate_once(workload.model, eager_method(), first, fixed_length(max_new_tokens)) for _ in range(2)]
+    count = int(seconds / (num_methods * min(call.seconds for call in calls)))  # the first call warms up
+    return replace(workload, prompts=workload.prompts[: max(count, 2)])
 
 
 def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Method]) -> list[dict[str, Any]]:

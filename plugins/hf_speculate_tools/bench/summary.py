@@ -36,10 +36,12 @@ def summarize(
     rows = []
     for name, figures in overall.items():
         method = kinds[name]
+        speculator = method.arguments.get("speculator")
         row = {
             "method": name,
             "kind": method.kind,
             "spec": method.spec,
+            "recorded_length": None if speculator is None else speculator.drafter.record.length,
             "batch_size": batch_size,
             "temperature": temperature,
             **figures,
