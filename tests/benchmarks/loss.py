@@ -32,7 +32,6 @@ from hf_speculate_tools.commands import (
     Limit,
     NewTokens,
     Repeats,
-    check_counts,
     check_temperatures,
     make_spec,
     progress,
@@ -92,7 +91,6 @@ class LossSettings(WorkloadSettings):
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, limit=self.limit)
         check_temperatures(self.temperature)
         if self.hard and self.prompts:
             raise SpeculateError("--hard are prompts of its own; --prompts names others. Take one of the two.")

@@ -17,7 +17,6 @@ from ..commands import (
     NewTokens,
     Temperatures,
     by_depth,
-    check_counts,
     check_temperatures,
     default_specs,
     progress,
@@ -52,11 +51,6 @@ class AcceptanceSettings(WorkloadSettings):
         """Specs as everywhere, except that the bundled draft model drafts trees too."""
         return super().specs() if self.speculators else default_specs(self.target_name, branches=4)
 
-    def check(self) -> None:
-        """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(nodes=min(self.nodes), max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
-        check_temperatures(*self.temperatures)
-
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     """Measure how many drafts of each speculator are accepted. Times nothing.
@@ -70,7 +64,7 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
         `standard_error` over the prompts (jackknife), `acceptance_rate_by_depth`, and `drafted_nodes` a round. The
         latter is below `nodes` at the end of a text and for drafters that find less.
     """
-    settings.check()
+    check_temperatures(*settings.temperatures)
     specs = settings.specs()
     cut = None
     if settings.prompt_tokens is not None:

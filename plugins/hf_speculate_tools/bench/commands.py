@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from ..commands import add_command
+from ..plots import draw_generate
 from . import acceptance, generate
-from .plots import draw_generate
 
 
 _GENERATE_EXAMPLES = """

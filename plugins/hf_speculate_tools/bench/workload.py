@@ -118,9 +118,8 @@ def _num_parameters(model: GenerativeModel) -> int:
 def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None) -> Workload:
     """Loads target and prompts.
 
-    Args:
-        settings: target, prompts and how to read them.
-        prompt_tokens: tokens to take of every text, without a chat template; texts that end before are left out.
+    With `prompt_tokens` these tokens of every text are taken, without a chat template; texts that end before are left
+    out.
     """
     device, files = find_device(settings.device), settings.prompts or []
     groups = [read_prompts(path, settings.limit, settings.categories) for path in files]

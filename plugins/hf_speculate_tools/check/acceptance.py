@@ -88,9 +88,6 @@ def _all_states(target: GenerativeModel, token_ids: Tensor, layers: Sequence[int
 class HeadReader:
     """Loads the head in `folder` again for every set of options, as a user who passes them would.
 
-    Args:
-        folder: folder of the head.
-        target: model that the head drafts for.
     Raises:
         SpeculateError: the head cannot be read as its files state.
         CheckpointError: the folder holds a draft model.
@@ -126,14 +123,7 @@ class HeadReader:
 
 @torch.no_grad()
 def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
-    """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short.
-
-    Args:
-        drafter: drafter of chains.
-        target: model that wrote the texts; it is not run.
-        texts: the texts.
-        depth: tokens of a chain.
-    """
+    """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short."""
     found: list[list[int]] = [[] for _ in texts]
     rows = [row for row, text in enumerate(texts) if text.roots(depth)]
     if rows:
@@ -145,14 +135,7 @@ def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], d
 
 
 class _Replay:
-    """A session of the drafter that observes the texts as in decoding, side by side.
-
-    Args:
-        drafter: drafter of chains.
-        target: model that wrote the texts.
-        texts: texts with at least one root each.
-        depth: tokens of a chain.
-    """
+    """A session of the drafter that observes the texts as in decoding, side by side."""
 
     def __init__(self, drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int):
         self._texts, self._depth, self._layers = texts, depth, drafter.feature_layers

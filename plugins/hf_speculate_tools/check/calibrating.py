@@ -28,11 +28,6 @@ def measure_calibration(
     """Counts how often nodes of each value are right, in greedy texts and in texts at temperature 1.
 
     The drafter drafts as much as its options allow. The global random state stays as it is.
-
-    Args:
-        prompts: token ids.
-        max_new_tokens: length of each text.
-        seed: seed of the sampled texts.
     """
     speculator, shares = Speculator(drafter, adaptive=False), []
     devices = [] if target.device.type == "cpu" else [target.device]

@@ -112,11 +112,7 @@ def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: 
 
 
 def compare_positions(now: Measured, folder: str) -> Finding | None:
-    """Compares beyond the first limit that is stated: that of the training, else that of the head's config.
-
-    Args:
-        folder: folder of the head.
-    """
+    """Compares beyond the first limit that is stated: that of the training, else that of the head's config."""
     head = _json(lambda: read_json(Path(folder) / "config.json"))
     stated = {**head, **section(head, "transformer_layer_config")}.get("max_position_embeddings")
     trained = section(_json(lambda: read_provenance(folder)), "recipe", "data").get("max_length")

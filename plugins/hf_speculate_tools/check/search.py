@@ -203,8 +203,6 @@ def _search(
 ) -> tuple[HeadCheck, list[Tensor]]:
     """Adopts the best change that helps, then tries the others on top of it: a file may be wrong in two places.
 
-    Args:
-        accepted: accepted tokens of the chains of each text, as the head's files state.
     Returns:
         The outcome, and the accepted tokens with its `fix`.
     """

@@ -41,8 +41,8 @@ from .reporting import report as report
 from .reporting import say as say
 from .reporting import say_json as say_json
 from .settings import add_command as add_command
-from .settings import check_counts as check_counts
 from .settings import check_temperatures as check_temperatures
+from .settings import command_of as command_of
 from .tables import Grid as Grid
 from .tables import by_depth as by_depth
 from .targets import bundled as bundled

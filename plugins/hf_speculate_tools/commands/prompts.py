@@ -57,12 +57,7 @@ def read_prompts(path: str | Path, limit: int | None = None, categories: Sequenc
 
     The prompt of a line is the first of these fields that it has: `prompt`, `text`, `question`, `turns` (Spec-Bench and
     MT-Bench: a list of the user's turns), `messages`. A list of {"role", "content"} is a chat. `category` groups
-    prompts in the tables (default: the file's name).
-
-    Args:
-        path: the file.
-        limit: maximum number of prompts, taken evenly over the categories, each in the file's order.
-        categories: names of the categories to take; None for all.
+    prompts in the tables (default: the file's name). A `limit` is spread over the categories.
 
     Raises:
         SpeculateError: there is no such file; it is not JSON, has none of the fields or no prompts; or a category is
@@ -124,12 +119,7 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
 
 
 def readable(text: str, origin: str) -> str:
-    """Replaces bytes that are not characters, so that every tokenizer takes the text, and reports it on stderr.
-
-    Args:
-        text: text with a lone surrogate for each byte that was not UTF-8, as Python reads arguments and stdin.
-        origin: source of the text, for the message.
-    """
+    """Replaces bytes that are not characters, so that every tokenizer takes the text, and reports it on stderr."""
     found, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
     if count:
         say(f"hf-speculate: {origin} is not all UTF-8; bytes replaced by U+FFFD: {count}.", err=True)
