@@ -15,34 +15,17 @@ from ..benchmarks.gguf import OPENVINO, GgufSettings, bench_gguf, tables
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
-# What stands in for xllamacpp; every third token is drafted.
+# What stands in for llama-cpp-python and its worker.
 _FAKE = """#!{python}
-import json, sys, types
+import json, sys
 
-class Server:
-    def __init__(self, params):
-        self.kind = params.speculative.types[0]
-        assert params.model.path.endswith(".gguf") and params.n_parallel == 1
-        print("something that llama.cpp says")
-
-    def handle_completions(self, request):
-        assert all(isinstance(token, int) for token in request["prompt"])
-        assert request["ignore_eos"] and not request["cache_prompt"] and request["top_k"] == 0
-        assert len(request["prompt"]) + request["n_predict"] <= params.n_ctx
-        count = request["n_predict"] - {missing}
-        return {{"timings": {{"predicted_n": count, "draft_n": count // 3 if self.kind else 0}}}}
-
-params = types.SimpleNamespace(
-    model=types.SimpleNamespace(), cpuparams=types.SimpleNamespace(), cpuparams_batch=types.SimpleNamespace(),
-    speculative=types.SimpleNamespace(),
-)
-kinds = types.SimpleNamespace(COMMON_SPECULATIVE_TYPE_NONE=0, COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE=9)
-sys.modules["xllamacpp"] = types.SimpleNamespace(
-    __version__="0.0.fake", CommonParams=lambda: params, Server=Server, common_speculative_type=kinds
-)
-assert sys.argv[1] == "-c"
-code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
-exec(code)
+assert sys.argv[1] == "-c" and "llama_cpp" in sys.argv[2] and sys.argv[3].endswith(".gguf")
+print(json.dumps({{"version": "0.0.fake"}}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    assert all(isinstance(token, int) for token in request["prompt"])
+    assert len(request["prompt"]) + request["max_new_tokens"] <= int(sys.argv[5])
+    print(json.dumps({{"num_tokens": request["max_new_tokens"] - {missing}}}), flush=True)
 """
 
 
