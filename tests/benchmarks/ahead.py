@@ -21,13 +21,7 @@ from hf_speculate.stats import SpeculationStats
 from hf_speculate_gguf import load_model
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_tools.bench import fixed_length
-from hf_speculate_tools.commands import (
-    Grid,
-    Repeats,
-    environment,
-    find_dtype,
-    progress,
-)
+from hf_speculate_tools.commands import Grid, Repeats, environment, find_dtype, progress
 
 from ..support.random_gguf import FileShape
 from .command import Context, Dtype, Rounds, random_file, run

@@ -33,16 +33,7 @@ from hf_speculate_tools.bench.runs import (
     plain_texts,
 )
 from hf_speculate_tools.bench.workload import Workload
-from hf_speculate_tools.commands import (
-    Device,
-    Exact,
-    Grid,
-    NewTokens,
-    Repeats,
-    TargetDtype,
-    progress,
-    synchronize,
-)
+from hf_speculate_tools.commands import Device, Exact, Grid, NewTokens, Repeats, TargetDtype, progress, synchronize
 
 from .command import run
 from .forwards import medians_in_turn, verify_ms

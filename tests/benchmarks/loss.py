@@ -27,16 +27,7 @@ from hf_speculate_tools.bench.runs import (
     seconds_by_repeat,
 )
 from hf_speculate_tools.bench.workload import WorkloadSettings, describe_target, load_workload
-from hf_speculate_tools.commands import (
-    Grid,
-    Limit,
-    NewTokens,
-    Repeats,
-    check_temperatures,
-    make_spec,
-    progress,
-    spread,
-)
+from hf_speculate_tools.commands import Grid, Limit, NewTokens, Repeats, check_temperatures, make_spec, progress, spread
 
 from .command import run
 from .scripted import AcceptanceProfile

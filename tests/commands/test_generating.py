@@ -316,14 +316,6 @@ def test_a_drafters_page_lists_its_options_and_the_engines():
     assert "Did you mean 'eagle'?" in run("drafters", "eagl").stderr
 
 
-def test_version_and_short_help():
-    from hf_speculate import __version__
-
-    assert run("--version").stdout == f"hf-speculate {__version__}\n"
-    assert run("-h").stdout == run("--help").stdout
-    assert "--max-new-tokens" in run("generate", "-h").stdout
-
-
 @pytest.mark.parametrize("command", ["chat", "generate"])
 @pytest.mark.parametrize(
     ("options", "said"),

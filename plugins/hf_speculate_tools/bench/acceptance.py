@@ -12,15 +12,7 @@ import typer
 from hf_speculate.speculator import SpeculatorSpec
 from hf_speculate.stats import SpeculationStats
 
-from ..commands import (
-    Grid,
-    NewTokens,
-    Temperatures,
-    by_depth,
-    check_temperatures,
-    default_specs,
-    progress,
-)
+from ..commands import Grid, NewTokens, Temperatures, by_depth, check_temperatures, default_specs, progress
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once, merged
 from .workload import WorkloadSettings, describe_target, load_workload

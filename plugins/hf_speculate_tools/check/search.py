@@ -21,14 +21,7 @@ from hf_speculate.speculator import head_record, local_folder
 from hf_speculate.stats import HeadRecord
 
 from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text, write_texts
-from .conditions import (
-    WITH_TEMPLATE,
-    WITHOUT_TEMPLATE,
-    Finding,
-    Measured,
-    compare_positions,
-    compare_template,
-)
+from .conditions import WITH_TEMPLATE, WITHOUT_TEMPLATE, Finding, Measured, compare_positions, compare_template
 from .conventions import Alternative, alternatives
 
 

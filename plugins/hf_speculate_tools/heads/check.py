@@ -18,14 +18,7 @@ from hf_speculate.files import user_path
 from hf_speculate.models import NAMED_TARGETS, unwrap
 from hf_speculate.speculator import drafter_class_for, local_folder
 
-from ..check import (
-    AcceptanceRates,
-    HeadCheck,
-    check_head,
-    has_other_template,
-    measure_calibration,
-    other_forms,
-)
+from ..check import AcceptanceRates, HeadCheck, check_head, has_other_template, measure_calibration, other_forms
 from ..commands import (
     Device,
     JsonOnly,
