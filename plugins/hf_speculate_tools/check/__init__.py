@@ -9,6 +9,8 @@ helps.
 from .acceptance import AcceptanceRates as AcceptanceRates
 from .acceptance import write_texts as write_texts
 from .calibrating import measure_calibration as measure_calibration
+from .calibrating import writable_folder as writable_folder
+from .calibrating import write_calibration as write_calibration
 from .conditions import has_other_template as has_other_template
 from .conditions import other_forms as other_forms
 from .search import HeadCheck as HeadCheck

@@ -7,6 +7,7 @@ draft there, and the text shows how much of it would have been accepted. The tar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -127,7 +128,7 @@ def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], d
     found: list[list[int]] = [[] for _ in texts]
     rows = [row for row, text in enumerate(texts) if text.roots(depth)]
     if rows:
-        with _Replay(drafter, target, [texts[row] for row in rows], depth) as replay:
+        with closing(_Replay(drafter, target, [texts[row] for row in rows], depth)) as replay:
             for accepted in replay.steps():
                 for slot, count in accepted.items():
                     found[rows[slot]].append(count)
@@ -145,10 +146,7 @@ class _Replay:
         request = DraftRequest(target=target, input_ids=self._ids, attention_mask=None if mask.all() else mask)
         self._session = drafter.start(request)
 
-    def __enter__(self) -> _Replay:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
         self._session.close()
 
     def steps(self) -> Iterator[dict[int, int]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,14 +9,19 @@ import torch
 import typer
 from rich.console import RenderableType
 from rich.table import Table
-from torch import Tensor, nn
 
-from hf_speculate.errors import CheckpointError
-from hf_speculate.files import user_path
-from hf_speculate.models import NAMED_TARGETS, unwrap
-from hf_speculate.speculator import drafter_class_for, local_folder
+from hf_speculate.models import NAMED_TARGETS
+from hf_speculate.speculator import local_folder
 
-from ..check import AcceptanceRates, HeadCheck, check_head, has_other_template, measure_calibration, other_forms
+from ..check import (
+    AcceptanceRates,
+    HeadCheck,
+    check_head,
+    has_other_template,
+    other_forms,
+    writable_folder,
+    write_calibration,
+)
 from ..commands import (
     Device,
     JsonOnly,
@@ -84,7 +87,7 @@ def check(
     before and beyond the context length in training.
     """
     if calibrate:
-        _writable(head)
+        writable_folder(head)
     prepare(threads)
     model, tokenizer = _load(target, dtype, find_device(device))
     uses_template = not raw and bool(tokenizer.chat_template)
@@ -113,41 +116,6 @@ def check(
     say(found.message)
     if found.fix:
         say(f"\n    {found.code}\n")
-
-
-def write_calibration(
-    head: str | os.PathLike, target: nn.Module, prompts: Sequence[Tensor], *, max_new_tokens: int = 64, **options: Any
-) -> None:
-    """Writes a head's calibration table (`calibration.json`) into its folder.
-
-    With it the policy of a new process begins with what was measured here.
-
-    Args:
-        head: a local folder.
-        target: the model that the head drafts for.
-        prompts: token ids, int64 [S] each.
-        max_new_tokens: tokens that the target writes after each prompt.
-        options: conventions that the head is read with.
-    Raises:
-        CheckpointError: `head` is not a local folder, or cannot be written to.
-    """
-    model, folder = unwrap(target), _writable(head)
-    drafter = drafter_class_for(folder).from_folder(folder, model, **options)
-    table = measure_calibration(model, drafter, prompts, max_new_tokens=max_new_tokens)
-    try:
-        table.save(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
-
-
-def _writable(head: str | os.PathLike) -> str:
-    """The folder of a head, if a table can be written there."""
-    folder = user_path(head)
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a local folder: calibration.json is written next to a head's files.")
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"calibration.json cannot be written to {folder}: permission denied.")
-    return folder
 
 
 def _load(target: str, dtype: str, device: torch.device) -> tuple[Any, Any]:

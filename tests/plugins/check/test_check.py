@@ -22,10 +22,10 @@ from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write
 from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.saving import write_heads
 from hf_speculate_tools import cli
-from hf_speculate_tools.check import AcceptanceRates, HeadCheck, check_head, write_texts
+from hf_speculate_tools.check import AcceptanceRates, HeadCheck, check_head, write_calibration, write_texts
 from hf_speculate_tools.check.acceptance import replayed
 from hf_speculate_tools.check.search import Trial
-from hf_speculate_tools.heads.check import as_json, write_calibration
+from hf_speculate_tools.heads.check import as_json
 
 from ...support.block_heads import random_block
 from ...support.eagle_chains import chain_logits
