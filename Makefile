@@ -6,7 +6,7 @@ SETUP := .venv/.installed
 # The demo needs less, and takes what is there.
 DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
-BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-headline bench-heads bench-schemas bench-tools bench-train
+BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
 
 .PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean
@@ -132,7 +132,7 @@ docs: $(SETUP) .venv/.installed-docs
 
 # The figures of users' benchmarks, on the bundled model.
 bench: $(SETUP)
-	set -e; for name in generate acceptance batch loss; do $(BIN)/hf-speculate bench $$name --markdown $(ARGS); done
+	set -e; for name in generate acceptance batch; do $(BIN)/hf-speculate bench $$name --markdown $(ARGS); done
 
 bench-quick: $(SETUP)
 	$(BIN)/hf-speculate bench generate --quick

@@ -18,8 +18,8 @@ from hf_speculate_gguf import find_file, load_model, read_header
 from hf_speculate_plugins.checkpoints import TargetFiles
 from hf_speculate_plugins.suffix import SuffixStore
 from hf_speculate_tools import cli
+from hf_speculate_tools.check import write_calibration
 from hf_speculate_tools.commands import read_prompts, report, target_path
-from hf_speculate_tools.heads.check import write_calibration
 from hf_speculate_tools.heads.convert import convert_checkpoint
 from hf_speculate_training.regenerate.journal import Journal
 from hf_speculate_training.run import read_recipe

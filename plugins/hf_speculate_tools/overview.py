@@ -26,8 +26,7 @@ COMMANDS = {
     },
     "Heads": {
         "check": "Diagnose a head whose drafts are rarely accepted.",
-        "convert": "Convert a head to another project's file layout.",
-        "export": "Prepare a head for vLLM, SGLang or llama.cpp, and measure its acceptance.",
+        "convert": "Convert a head to another project's file layout, or for a serving engine.",
         "push": "Upload a head to the Hub, with its model card.",
         "card": "Regenerate a head's model card. Hand-written cards are kept.",
     },
@@ -62,11 +61,7 @@ _WIDTH, _NAMES = 80, 14  # columns of a line, and of a command's name with its m
 
 
 def overview(installed: Iterable[EntryPoint] | None = None) -> str:
-    """Text of `hf-speculate --help`: the commands in groups, each with one line.
-
-    Args:
-        installed: entry points of commands; None looks up the installed ones.
-    """
+    """Text of `hf-speculate --help`: the commands in groups, each with one line."""
     points = entry_points(group=COMMANDS_GROUP) if installed is None else installed
     own = {name for commands in COMMANDS.values() for name in commands}
     others = {_ascii(point.name): _ascii(_source(point)) for point in points if point.name not in own}

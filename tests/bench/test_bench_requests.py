@@ -1,4 +1,4 @@
-"""Acceptance, losses and batches, how requests are run, tables and quick commands; no assertion on times."""
+"""Acceptance and batches, how requests are run, tables and quick commands; no assertion on times."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator, SpeculateError
-from hf_speculate_tools.bench import (
-    AcceptanceSettings,
-    BatchSettings,
-    LossSettings,
-    bench_acceptance,
-    bench_batch,
-    bench_loss,
-    fixed_length,
-)
-from hf_speculate_tools.bench.acceptance import jackknife
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.bench.acceptance import AcceptanceSettings, bench_acceptance, jackknife
 from hf_speculate_tools.bench.acceptance import tables as acceptance_tables
+from hf_speculate_tools.bench.generate import BatchSettings, bench_batch
 from hf_speculate_tools.bench.generate import tables as generate_tables
 from hf_speculate_tools.bench.methods import eager_method, speculator_method
 from hf_speculate_tools.bench.runs import batches, fitting, measure_in_turn
@@ -78,24 +71,6 @@ def test_the_standard_error_is_that_of_the_jackknife():
     assert jackknife([stats_of(10, 10), stats_of(0, 0)]) is None
 
 
-def test_losses_of_bad_drafters_are_measured(target):
-    settings = LossSettings(
-        target=target, max_new_tokens=12, repeats=2, adaptive=False, speculators=["prompt_lookup"], limit=2
-    )
-    found = bench_loss(settings)
-    rows = {row["drafter"]: row for row in found["rows"]}
-    assert list(rows) == ["random", "adversarial", "never", "prompt_lookup"]
-    assert rows["never"]["drafted_share"] == 0
-    # Never right: each of the 11 rounds emits one token, and every round but those at the end drafts.
-    assert rows["adversarial"]["accepted_tokens"] == 0
-    assert rows["adversarial"]["drafted_share"] == pytest.approx(10 / 11)
-    assert rows["adversarial"]["drafted_tokens"] > 5 * 16
-    assert json.loads(json.dumps(found)) == found
-    settings.drafters = ["rude"]
-    with pytest.raises(SpeculateError, match="no bad drafter rude; there are random, adversarial, never"):
-        bench_loss(settings)
-
-
 def test_batch_sizes_with_and_without_the_switch(target):
     settings = BatchSettings(
         target=target,
@@ -115,11 +90,10 @@ def test_batch_sizes_with_and_without_the_switch(target):
     assert grid.breaks == [3]
 
 
-@pytest.mark.parametrize("command", ["acceptance", "loss", "batch"])
+@pytest.mark.parametrize("command", ["acceptance", "batch"])
 def test_commands_end_in_one_line_of_json(command, target):
     more = {
         "acceptance": ["--nodes", "3"],
-        "loss": ["--repeats", "1"],
         "batch": ["--repeats", "1", "--limit", "1", "--batch-size", "1"],
     }
     arguments = [command, "--target", target, "--max-new-tokens", "5", *more[command]]

@@ -10,13 +10,16 @@ from typer.testing import CliRunner
 
 from hf_speculate import SpeculateError, Speculator
 from hf_speculate.policy.contract import Budget
-from hf_speculate_tools.bench import AcceptanceProfile, GenerateSettings, bench_generate, fixed_length, read_profile
+from hf_speculate_tools.bench import GenerateSettings, bench_generate, fixed_length
 from hf_speculate_tools.bench.methods import compiled_method, eager_method, speculator_method
-from hf_speculate_tools.bench.plots import draw_generate
 from hf_speculate_tools.bench.replay import record_budgets, recorded_budgets, replayed
 from hf_speculate_tools.bench.runs import batches, generate_once, plain_texts
 from hf_speculate_tools.cli import app
-from hf_speculate_tools.commands import SHAPES, ModelShape, find_shape, shapes
+from hf_speculate_tools.plots import draw_generate
+
+from ..benchmarks import shapes
+from ..benchmarks.scripted import AcceptanceProfile, read_profile
+from ..benchmarks.shapes import SHAPES, ModelShape, find_shape
 
 
 CPU = torch.device("cpu")
@@ -37,22 +40,6 @@ def test_parameters_of_the_shapes_are_counted(tiny_shape):
     assert sizes == {"0.5B": 0.49, "1.5B": 1.54, "llama2-7b": 6.74, "8B": 8.03}  # as their makers say
     with pytest.raises(SpeculateError, match="unknown shape 'huge'; there are tiny"):
         find_shape("huge")
-
-
-def test_a_shape_is_measured_with_a_set_acceptance(tiny_shape):
-    settings = GenerateSettings(
-        shape="tiny", layers=2, acceptance="1,1,1", nodes=4, batch_sizes=[1, 2], max_new_tokens=13, repeats=1
-    )
-    found = bench_generate(settings)
-    assert [row["method"] for row in found["rows"]] == ["eager", "automatic", "fixed 4"] * 2
-    fixed = found["rows"][2]
-    assert fixed["identical"]["share"] == 1
-    assert fixed["speculation"]["mean_acceptance_length"] == 4  # perfect: twelve tokens in three rounds
-    assert set(found["speedup"]) >= {"eager", "best_stock_speculative"}
-    assert json.dumps(found)
-    settings.temperatures = [1.0]
-    with pytest.raises(SpeculateError, match="is measured greedily"):
-        bench_generate(settings)
 
 
 def test_a_profile_is_read_from_text():

@@ -12,10 +12,23 @@ import torch
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import QWEN_CODER, SMOLLM2
-from hf_speculate_tools.commands import ModelShape, shapes
 
-from ..benchmarks import ahead, costs, edits, gguf, headline, headline_picture, heads, tools, train
+from ..benchmarks import (
+    ahead,
+    command,
+    costs,
+    edits,
+    gguf,
+    headline,
+    headline_picture,
+    heads,
+    loss,
+    shapes,
+    tools,
+    train,
+)
 from ..benchmarks.command import run
+from ..benchmarks.shapes import ModelShape
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
@@ -104,8 +117,32 @@ class TestHeadline:
         assert all(f"{target.name} is left out" in told for target in nothing)
 
 
+def test_losses_of_bad_drafters_are_measured(bench_folders):
+    settings = loss.LossSettings(
+        target=str(bench_folders / "target"),
+        max_new_tokens=12,
+        repeats=2,
+        adaptive=False,
+        speculators=["prompt_lookup"],
+        limit=2,
+    )
+    found = loss.bench_loss(settings)
+    rows = {row["drafter"]: row for row in found["rows"]}
+    assert list(rows) == ["random", "adversarial", "never", "prompt_lookup"]
+    assert rows["never"]["drafted_share"] == 0
+    # Never right: each of the 11 rounds emits one token, and every round but those at the end drafts.
+    assert rows["adversarial"]["accepted_tokens"] == 0
+    assert rows["adversarial"]["drafted_share"] == pytest.approx(10 / 11)
+    assert rows["adversarial"]["drafted_tokens"] > 5 * 16
+    assert json.loads(json.dumps(found)) == found
+    assert len(loss.tables(found)[0].rows) == 4
+    settings.drafters = ["rude"]
+    with pytest.raises(SpeculateError, match="no bad drafter rude; there are random, adversarial, never"):
+        loss.bench_loss(settings)
+
+
 def test_every_kind_of_head_is_measured():
-    settings = heads.HeadSettings(shape="tiny", layers=2, dtype="float32", context=8, rounds=4, repeats=1)
+    settings = heads.HeadSettings(shape="tiny", dtype="float32", context=8, rounds=4, repeats=1)
     result = heads.bench_heads(settings)
     assert [row["head"] for row in result["rows"]] == list(heads.HEADS)
     for row in result["rows"]:
@@ -113,7 +150,6 @@ def test_every_kind_of_head_is_measured():
         assert row["nodes"] > 2
         assert row["round_ms"] == pytest.approx(row["target_ms"] + row["drafter_ms"] + row["rest_ms"])
     (grid,) = heads.tables(result)
-    assert "2 of 4 layers timed, scaled to 4" in grid.title
     assert "x plain" not in grid.columns
     settings.heads, settings.acceptance, settings.nodes = ["eagle3-32k"], "1,1,1", 3
     result = heads.bench_heads(settings)
@@ -188,14 +224,14 @@ def test_tool_calls_are_measured(bench_folders, monkeypatch):
     settings = tools.ToolSettings(target=target, num_dialogues=2, max_new_tokens=6)
     with pytest.raises(SpeculateError, match="has no chat template"):
         tools.bench_tools(settings)
-    load = tools.load_target
+    load = command.load_target
 
     def with_template(*arguments):
         model, tokenizer = load(*arguments)
         tokenizer.chat_template = "{{ tools | length }} {{ messages[0].content }}"
         return model, tokenizer
 
-    monkeypatch.setattr(tools, "load_target", with_template)
+    monkeypatch.setattr(command, "load_target", with_template)
     result = tools.bench_tools(settings)
     assert [(row["beginning"], row["schemas"]) for row in result["rows"]] == [
         (beginning, schemas) for beginning in ("free", "begun") for schemas in (False, True)

@@ -9,43 +9,23 @@ import pytest
 import torch
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_tools.bench import GenerateSettings, bench_generate
-from hf_speculate_tools.bench.engines import LLAMA_CPP, OtherEngine
-from hf_speculate_tools.bench.generate import tables
 
-from ..benchmarks.gguf import OPENVINO
-from ..support.inputs import character_tokenizer
+from ..benchmarks.engines import LLAMA_CPP, OtherEngine, engine_methods
+from ..benchmarks.gguf import OPENVINO, GgufSettings, bench_gguf, tables
 from ..support.random_gguf import FileShape, one_type, write_random_file
 
 
-# What stands in for xllamacpp; every third token is drafted.
+# What stands in for llama-cpp-python and its worker.
 _FAKE = """#!{python}
-import json, sys, types
+import json, sys
 
-class Server:
-    def __init__(self, params):
-        self.kind = params.speculative.types[0]
-        assert params.model.path.endswith(".gguf") and params.n_parallel == 1
-        print("something that llama.cpp says")
-
-    def handle_completions(self, request):
-        assert all(isinstance(token, int) for token in request["prompt"])
-        assert request["ignore_eos"] and not request["cache_prompt"] and request["top_k"] == 0
-        assert len(request["prompt"]) + request["n_predict"] <= params.n_ctx
-        count = request["n_predict"] - {missing}
-        return {{"timings": {{"predicted_n": count, "draft_n": count // 3 if self.kind else 0}}}}
-
-params = types.SimpleNamespace(
-    model=types.SimpleNamespace(), cpuparams=types.SimpleNamespace(), cpuparams_batch=types.SimpleNamespace(),
-    speculative=types.SimpleNamespace(),
-)
-kinds = types.SimpleNamespace(COMMON_SPECULATIVE_TYPE_NONE=0, COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE=9)
-sys.modules["xllamacpp"] = types.SimpleNamespace(
-    __version__="0.0.fake", CommonParams=lambda: params, Server=Server, common_speculative_type=kinds
-)
-assert sys.argv[1] == "-c"
-code, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
-exec(code)
+assert sys.argv[1] == "-c" and "llama_cpp" in sys.argv[2] and sys.argv[3].endswith(".gguf")
+print(json.dumps({{"version": "0.0.fake"}}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    assert all(isinstance(token, int) for token in request["prompt"])
+    assert len(request["prompt"]) + request["max_new_tokens"] <= int(sys.argv[5])
+    print(json.dumps({{"num_tokens": request["max_new_tokens"] - {missing}}}), flush=True)
 """
 
 
@@ -90,42 +70,20 @@ def interpreter(tmp_path):
     return _write
 
 
-@pytest.fixture
-def tiny_file(tmp_path):
-    path = tmp_path / "tiny.gguf"
-    write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
-    return path
-
-
 class TestEngines:
     @pytest.fixture
-    def settings(self, tiny_file, monkeypatch, tmp_path):
-        """A file without a tokenizer: the bundled character tokenizer of tests stands in."""
-        tokenizer = character_tokenizer(pad_token="<pad>", bos_token="<s>")
-        monkeypatch.setattr("hf_speculate_gguf.loading.read_tokenizer", lambda *_: tokenizer)
-        prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text('{"prompt": "def f(x):"}\n')
-        return GenerateSettings(
-            target=str(tiny_file),
-            gguf_backend="dequantize",
-            prompts=[prompts],
-            max_new_tokens=6,
-            repeats=1,
-            temperatures=[0.0, 1.0],
-            batch_sizes=[1, 2],
-        )
+    def settings(self, tmp_path):
+        path = tmp_path / "tiny.gguf"
+        write_random_file(str(path), FileShape("llama", 96, 64, 64, 2, 4, 2, 256, is_tied=False), one_type("Q8_0"))
+        return GgufSettings(file=path, backend="dequantize", nodes=[4], context=8, max_new_tokens=6, repeats=1)
 
     def test_llama_cpp_is_measured_beside_us(self, settings, interpreter):
         settings.llama_cpp = interpreter(_FAKE, missing=0)
-        result = bench_generate(settings)
-        rows = {(row["method"], row["batch_size"], row["temperature"]): row for row in result["rows"]}
-        for temperature in (0.0, 1.0):
-            for name in LLAMA_CPP.methods:
-                assert rows[name, 1, temperature]["identical"] is None
-                assert (name, 2, temperature) not in rows, "one text at a time"
-            ours = rows["prompt_lookup", 1, temperature]
-            other = rows["llama.cpp", 1, temperature]["tokens_per_second"]["median"]
-            assert ours["speedup"]["llama.cpp"] == pytest.approx(ours["tokens_per_second"]["median"] / other)
+        result = bench_gguf(settings)
+        rows = {row["method"]: row for row in result["rows"]}
+        assert rows.keys() >= LLAMA_CPP.methods.keys()
+        ours, other = (rows[name]["tokens_per_second"]["median"] for name in ("packed, plain", "llama.cpp"))
+        assert rows["packed, plain"]["speedup"]["llama.cpp"] == pytest.approx(ours / other)
         assert "x llama.cpp" in tables(result)[0].columns
 
     def test_openvino_answers_with_tokens(self, interpreter):
@@ -137,13 +95,14 @@ class TestEngines:
     def test_fewer_tokens_are_not_comparable(self, settings, interpreter):
         settings.llama_cpp = interpreter(_FAKE, missing=1)
         with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
-            bench_generate(settings)
+            bench_gguf(settings)
 
-    def test_other_targets_than_gguf_files_are_refused(self, interpreter, bench_folders):
-        llama_cpp = interpreter(_FAKE, missing=0)
-        settings = GenerateSettings(target=str(bench_folders / "target"), llama_cpp=llama_cpp)
-        with pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is"):
-            bench_generate(settings)
+    def test_other_targets_than_gguf_files_are_refused(self):
+        with (
+            pytest.raises(SpeculateError, match="--llama-cpp runs GGUF files; the target is a/folder"),
+            engine_methods({LLAMA_CPP: "python"}, "a/folder", 8),
+        ):
+            pass
 
     def test_one_that_fails_says_why(self, interpreter):
         with pytest.raises(SpeculateError, match="--openvino no-such-python"):

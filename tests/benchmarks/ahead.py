@@ -20,20 +20,13 @@ from hf_speculate.speculator import Speculator
 from hf_speculate.stats import SpeculationStats
 from hf_speculate_gguf import load_model
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
-from hf_speculate_tools.bench import AcceptanceProfile, fixed_length
-from hf_speculate_tools.commands import (
-    Grid,
-    ModelShape,
-    Repeats,
-    environment,
-    find_dtype,
-    find_shape,
-    progress,
-    random_prompt,
-)
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.commands import Grid, Repeats, environment, find_dtype, progress
 
 from ..support.random_gguf import FileShape
-from .command import Context, Dtype, Rounds, Shape, random_file, run
+from .command import Context, Dtype, Rounds, random_file, run
+from .scripted import AcceptanceProfile
+from .shapes import ModelShape, Shape, find_shape, random_prompt
 
 
 _CPU = torch.device("cpu")

@@ -9,13 +9,25 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_tools.commands import SHAPES, Grid, add_command, by_depth
+from hf_speculate.models import GenerativeModel
+from hf_speculate_tools.commands import (
+    Device,
+    Grid,
+    TargetOption,
+    add_command,
+    by_depth,
+    default_target,
+    find_device,
+    load_target,
+)
 
 from ..support.random_gguf import FileShape, find_recipe, write_random_file
 
@@ -23,7 +35,6 @@ from ..support.random_gguf import FileShape, find_recipe, write_random_file
 Context = Annotated[int, typer.Option(min=1, help="Prompt length in tokens.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16.")]
 Rounds = Annotated[int, typer.Option(min=2, help="Rounds to time, about.")]
-Shape = Annotated[str, typer.Option(help=f"Shape of the random weights: {', '.join(SHAPES)}.")]
 
 # Columns for rows with the figures of `bench acceptance`.
 ACCEPTANCE_COLUMNS: dict[str, Any] = {
@@ -31,6 +42,19 @@ ACCEPTANCE_COLUMNS: dict[str, Any] = {
     "±": "{standard_error:.2f}",
     "by depth": lambda row: by_depth(row["acceptance_rate_by_depth"]),
 }
+
+
+@dataclass(kw_only=True)
+class TargetSettings:
+    """Options of benchmarks on a target, by default the bundled one."""
+
+    target: TargetOption = None
+    device: Device = None
+
+    def load(self) -> tuple[str, GenerativeModel, PreTrainedTokenizerBase]:
+        """Name, model and tokenizer of the target."""
+        name = self.target or default_target()
+        return name, *load_target(name, "auto", find_device(self.device))
 
 
 def run(

@@ -1,7 +1,6 @@
 """Costs of a round by nodes and by context: verifying, drafting, the cache, and what the engine adds to that.
 
-By default a shape with random weights and a scripted drafter that costs nothing, its acceptance set. With a target and
-speculators, the costs of these.
+A shape with random weights and a scripted drafter that costs nothing, its acceptance set.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from hf_speculate.cache import TreeCache, as_cache
-from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import Scorer, filler_cache, supported_shape
-from hf_speculate_tools.bench import fixed_length, prefilled_cache, read_profile, verify_ms
-from hf_speculate_tools.bench.forwards import medians_in_turn
-from hf_speculate_tools.bench.methods import DEFAULT_RATES, Method, eager_method, scripted_methods, speculator_methods
+from hf_speculate.scoring import Scorer, filler_cache
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.bench.methods import Method, eager_method
 from hf_speculate_tools.bench.runs import (
     Request,
     TimedRun,
@@ -35,20 +32,13 @@ from hf_speculate_tools.bench.runs import (
     num_steps,
     plain_texts,
 )
-from hf_speculate_tools.bench.workload import Workload, WorkloadSettings, load_workload, shape_workload
-from hf_speculate_tools.commands import (
-    Exact,
-    Grid,
-    Layers,
-    NewTokens,
-    Rates,
-    Repeats,
-    progress,
-    random_prompt,
-    synchronize,
-)
+from hf_speculate_tools.bench.workload import Workload
+from hf_speculate_tools.commands import Device, Exact, Grid, NewTokens, Repeats, TargetDtype, progress, synchronize
 
-from .command import Shape, run
+from .command import run
+from .forwards import medians_in_turn, verify_ms
+from .scripted import DEFAULT_RATES, Rates, read_profile, scripted_methods
+from .shapes import Layers, Shape, random_prompt, shape_workload
 
 
 _COPIED_BYTES = 1 << 28
@@ -82,12 +72,11 @@ _ROUND = {
 
 
 @dataclass(kw_only=True)
-class CostSettings(WorkloadSettings):
-    """Options; the context is made up for a shape, the prompts' tokens for a target."""
+class CostSettings:
+    """Options; the context is made up."""
 
     QUICK: ClassVar = {"contexts": [256, 2048], "nodes": [8, 32], "max_new_tokens": 24, "repeats": 1}
 
-    target: Annotated[str | None, typer.Option(help="Path or Hub id, instead of a shape.")] = None
     shape: Shape = "0.5B"
     layers: Layers = None
     contexts: Annotated[list[int], typer.Option("--context", min=1, help="Entries in the cache (repeatable).")] = field(
@@ -100,6 +89,8 @@ class CostSettings(WorkloadSettings):
     exact: Exact = False
     max_new_tokens: NewTokens = 48
     repeats: Repeats = 3
+    dtype: TargetDtype = "auto"
+    device: Device = None
 
 
 def bench_costs(settings: CostSettings) -> dict[str, Any]:
@@ -113,12 +104,10 @@ def bench_costs(settings: CostSettings) -> dict[str, Any]:
         `nodes` a round, `host_waits` a round (None on a CPU), and `speedup` over plain decoding of the same call.
         `weights_ms`: reading the weights once at the speed of a copy.
     """
-    if settings.speculators and not settings.target:
-        raise SpeculateError("speculators need a target: a shape has random weights and a scripted drafter.")
-    workload, contexts = _workload(settings), sorted(settings.contexts)
-    model = workload.model
+    workload = shape_workload(settings.shape, settings.layers, settings.dtype, settings.device)
+    model, contexts = workload.model, sorted(settings.contexts)
     rows, rounds = [], []
-    num_methods = 1 + (len(settings.specs()) if settings.target else 1) * len(settings.nodes) + 1
+    num_methods = len(settings.nodes) + 2
     with progress("costs", total=len(contexts) * (1 + num_steps(num_methods, 1, settings.repeats))) as advance:
         for length in contexts:
             advance(f"context {length}")
@@ -129,22 +118,12 @@ def bench_costs(settings: CostSettings) -> dict[str, Any]:
         "bench": "costs",
         **workload.describe(),
         "max_new_tokens": settings.max_new_tokens,
-        "acceptance": None if settings.target else settings.acceptance,
+        "acceptance": settings.acceptance,
         "repeats": settings.repeats,
         "weights_ms": 1e3 * bytes_read(model) / memory_bandwidth(model.device),
         "rows": rows,
         "rounds": rounds,
     }
-
-
-def _workload(settings: CostSettings) -> Workload:
-    if settings.target is None:
-        return shape_workload(settings.shape, settings.layers, 1, settings.dtype, settings.device)
-    workload = load_workload(replace(settings, raw=True))
-    shape, reason = supported_shape(workload.model, DynamicCache(config=workload.model.config))
-    if shape != "tree":
-        raise SpeculateError(f"bench costs needs a target that scores trees; {settings.target}: {reason}.")
-    return workload
 
 
 class _Place:
@@ -153,13 +132,7 @@ class _Place:
     def __init__(self, workload: Workload, settings: CostSettings, length: int):
         self.settings, self.length = settings, length
         self.model, self.vocab_size = workload.model, workload.vocab_size
-        self.is_made_up = settings.target is None
-        if self.is_made_up:
-            self.prompt, self.cache = random_prompt(length + 1, self.vocab_size)[0], filler_cache(self.model, 1, length)
-        else:
-            text = torch.cat([ids for _, ids in workload.prompts])
-            self.prompt = text.repeat(-(-length // len(text)))[:length]
-            self.cache = prefilled_cache(self.model, self.prompt[None].to(self.model.device))
+        self.prompt, self.cache = random_prompt(length + 1, self.vocab_size)[0], filler_cache(self.model, 1, length)
 
     def steps(self) -> list[dict[str, Any]]:
         """Rows of bare forwards, and of the cache."""
@@ -181,7 +154,7 @@ class _Place:
         """Rows of plain decoding and every drafter, with trees of every size and with automatic ones."""
         (request,) = batches([("costs", self.prompt)], 1, self.model.device)
         arguments = fixed_length(self.settings.max_new_tokens)
-        methods = self._scripted(request, arguments) if self.is_made_up else self._real()
+        methods = self._methods(request, arguments)
         runs = measure_in_turn(self.model, methods, [request], arguments, self.settings.repeats, advance)
         found = []
         for method in methods:
@@ -191,14 +164,7 @@ class _Place:
             found.append(row)
         return found
 
-    def _real(self) -> list[Method]:
-        specs, methods = self.settings.specs(), [eager_method()]
-        for n in sorted(self.settings.nodes):
-            fixed = speculator_methods(specs, self.model, adaptive=False, max_nodes=n - 1)
-            methods += [replace(method, name=f"{method.name}, {n} nodes") for method in fixed]
-        return [*methods, *speculator_methods(specs, self.model)]
-
-    def _scripted(self, request: Request, arguments: dict[str, Any]) -> list[Method]:
+    def _methods(self, request: Request, arguments: dict[str, Any]) -> list[Method]:
         def fresh() -> dict[str, Any]:
             return as_cache(deepcopy(self.cache))
 
@@ -237,13 +203,11 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
     """A table by context and number of nodes, and one by context and method."""
     env, acceptance = result["environment"], result["acceptance"]
     title = f"{result['target']}, {result['dtype']}, {env['device']}, {env['threads']} threads: milliseconds"
-    given = f"A drafter that costs nothing, accepted to depth 1, 2, … in {acceptance} of the rounds."
+    caption = f"A drafter that costs nothing, accepted to depth 1, 2, … in {acceptance} of the rounds."
     weights = f"Reading the weights once, as fast as a copy: {result['weights_ms']:.1f} ms."
     return [
         Grid.of(f"One step, {title}", result["rows"], _STEP, groups=("context",), caption=weights),
-        Grid.of(
-            f"A round, {title}", result["rounds"], _ROUND, groups=("context",), caption=given if acceptance else ""
-        ),
+        Grid.of(f"A round, {title}", result["rounds"], _ROUND, groups=("context",), caption=caption),
     ]
 
 

@@ -26,20 +26,9 @@ from hf_speculate.speculator.registry import SpeculatorSpec
 from hf_speculate_tools.bench.acceptance import figures
 from hf_speculate_tools.bench.methods import speculator_methods
 from hf_speculate_tools.bench.runs import batches, fixed_length, generate_once
-from hf_speculate_tools.commands import (
-    Device,
-    Grid,
-    Specs,
-    TargetOption,
-    default_target,
-    environment,
-    find_device,
-    load_target,
-    parse_specs,
-    progress,
-)
+from hf_speculate_tools.commands import Grid, Specs, environment, parse_specs, progress
 
-from .command import ACCEPTANCE_COLUMNS, run
+from .command import ACCEPTANCE_COLUMNS, TargetSettings, run
 
 
 _DEFAULT_SPECS = ("prompt_lookup", "suffix")
@@ -48,12 +37,11 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 @dataclass(kw_only=True)
-class EditSettings:
+class EditSettings(TargetSettings):
     """Options. Files are modules of Python's standard library, as it is installed."""
 
     QUICK: ClassVar = {"num_files": 4}
 
-    target: TargetOption = None
     speculators: Specs = None
     nodes: Annotated[list[int], typer.Option(min=1, help="Draft nodes (repeatable).")] = field(
         default_factory=lambda: [8]
@@ -62,7 +50,6 @@ class EditSettings:
     file_tokens: Annotated[int, typer.Option(min=32, help="Tokens taken from the beginning of a file.")] = 400
     num_edits: Annotated[int, typer.Option(min=0, help="Lines changed in each, besides a name everywhere.")] = 2
     seed: Annotated[int, typer.Option(help="Seed of the edits.")] = 0
-    device: Device = None
 
     def specs(self) -> list[SpeculatorSpec]:
         return parse_specs(self.speculators or list(_DEFAULT_SPECS))
@@ -70,8 +57,7 @@ class EditSettings:
 
 def bench_edits(settings: EditSettings) -> dict[str, Any]:
     """Acceptance on edited code, with fixed trees: the rows are those of `bench acceptance`."""
-    name = settings.target or default_target()
-    model, tokenizer = load_target(name, "auto", find_device(settings.device))
+    name, model, tokenizer = settings.load()
     edits = _replays(settings, tokenizer)
     requests = batches([("edits", before) for before, _ in edits], 1, model.device)
     rows = []

@@ -21,28 +21,28 @@ from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
 from hf_speculate_gguf import load_model, packing_report
 from hf_speculate_gguf.native import PackedMatrix
-from hf_speculate_tools.bench import fixed_length, prefilled_cache, read_profile, verify_ms
-from hf_speculate_tools.bench.engines import LLAMA_CPP, EngineKind, LlamaCppPython, engine_methods
-from hf_speculate_tools.bench.forwards import medians_in_turn
-from hf_speculate_tools.bench.methods import DEFAULT_RATES, Method, speculator_method
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.bench.methods import Method, speculator_method
 from hf_speculate_tools.bench.runs import Request, batches, measure_in_turn, num_steps, plain_texts
 from hf_speculate_tools.bench.summary import summarize
 from hf_speculate_tools.commands import (
     Grid,
     NewTokens,
-    Rates,
     Repeats,
     environment,
     find_dtype,
     neutralize,
     progress,
-    random_prompt,
     target_path,
     timed,
 )
 
 from ..support.random_gguf import FileShape
 from .command import Context, Dtype, random_file, run
+from .engines import LLAMA_CPP, EngineKind, LlamaCppPython, engine_methods
+from .forwards import medians_in_turn, prefilled_cache, verify_ms
+from .scripted import DEFAULT_RATES, Rates, read_profile
+from .shapes import random_prompt
 
 
 OPENVINO = EngineKind(

@@ -1,21 +1,19 @@
 """Costs of a round with each kind of head, at real model shapes with random weights.
 
 The head does its work every round, and the target verifies a tree of set acceptance instead (`ScriptedDrafter`; by
-default nothing is ever accepted). Shapes that do not fit are run with fewer layers: the time inside the decoder layers
-is then scaled to the full depth, and the table says so.
+default nothing is ever accepted).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
@@ -26,30 +24,13 @@ from hf_speculate_plugins import block
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
-from hf_speculate_tools.bench import AcceptanceProfile, fixed_length, read_profile
-from hf_speculate_tools.commands import (
-    Device,
-    Grid,
-    Layers,
-    ModelShape,
-    Rates,
-    Repeats,
-    environment,
-    find_device,
-    find_dtype,
-    find_shape,
-    progress,
-    random_prompt,
-    synchronize,
-    timed,
-)
+from hf_speculate_tools.bench import fixed_length
+from hf_speculate_tools.commands import Device, Grid, Repeats, environment, find_device, find_dtype, progress, timed
 
-from .command import Context, Dtype, Rounds, Shape, run
+from .command import Context, Dtype, Rounds, run
+from .scripted import AcceptanceProfile, Rates, read_profile
+from .shapes import ModelShape, Shape, find_shape, random_prompt
 
-
-# More does not fit beside other work on a CPU: two layers are run then, and scaled.
-_CPU_PARAMETERS = 3e9
-_CPU_LAYERS = 2
 
 NOTHING_ACCEPTED = "0,0,0,0,0"
 
@@ -142,7 +123,7 @@ HEADS: dict[str, tuple[str, Callable[[GenerativeModel, ModelShape], Drafter]]] =
 
 @dataclass(kw_only=True)
 class HeadSettings:
-    """Options; a large shape on a CPU runs two layers unless `layers` says otherwise."""
+    """Options."""
 
     QUICK: ClassVar = {"rounds": 4, "repeats": 1}
 
@@ -152,7 +133,6 @@ class HeadSettings:
     )
     acceptance: Rates = None
     nodes: Annotated[int, typer.Option(min=1, help="Draft nodes that the target verifies.")] = 16
-    layers: Layers = None
     dtype: Dtype = "bfloat16"
     context: Context = 256
     rounds: Rounds = 16
@@ -164,21 +144,19 @@ def bench_heads(settings: HeadSettings) -> dict[str, Any]:
     """Costs of heads a round at real shapes with random weights, and their speed-up at a set acceptance.
 
     Returns:
-        JSON-serialisable. For each head, medians over repeats, milliseconds a round: `target_ms` (its decoder layers
-        scaled to the full depth), `drafter_ms`, `rest_ms`; `drafter_share` = drafter / round, `drafter_in_tokens` =
-        drafter / plain decoding of one token, `engine_efficiency` = (target + drafter) / round, and `speedup` over
-        plain decoding at this acceptance, prefill left out.
+        JSON-serialisable. For each head, medians over repeats, milliseconds a round: `target_ms`, `drafter_ms`,
+        `rest_ms`; `drafter_share` = drafter / round, `drafter_in_tokens` = drafter / plain decoding of one token,
+        `engine_efficiency` = (target + drafter) / round, and `speedup` over plain decoding at this acceptance, prefill
+        left out.
     """
     if unknown := [name for name in settings.heads if name not in HEADS]:
         raise SpeculateError(f"bench heads knows the heads {', '.join(HEADS)}; not {', '.join(unknown)}.")
-    whole, on = find_shape(settings.shape), find_device(settings.device)
+    shape, on = find_shape(settings.shape), find_device(settings.device)
     profile = read_profile(settings.acceptance or NOTHING_ACCEPTED, settings.nodes)
-    fits = on.type != "cpu" or whole.num_parameters <= _CPU_PARAMETERS
-    shape = whole.with_layers(settings.layers or (None if fits else _CPU_LAYERS))
     count = round(settings.rounds * profile.mean_length)
     with progress("heads", total=len(settings.heads) * (settings.repeats + 1)) as advance:
         target = shape.build(find_dtype(settings.dtype), on)
-        bench = _Bench(target, whole, shape, settings.context, count + len(profile.widths))
+        bench = _Bench(target, shape, settings.context, count + len(profile.widths))
         plain: list[float] = []
         rows: list[dict[str, Any]] = []
         for name in settings.heads:
@@ -199,8 +177,6 @@ def bench_heads(settings: HeadSettings) -> dict[str, Any]:
     return {
         "bench": "heads",
         "shape": settings.shape,
-        "layers_run": shape.num_hidden_layers,
-        "layers": whole.num_hidden_layers,
         "acceptance": list(profile.rates),
         "dtype": settings.dtype,
         "prompt_length": settings.context,
@@ -208,39 +184,6 @@ def bench_heads(settings: HeadSettings) -> dict[str, Any]:
         "rows": rows,
         "environment": environment(on),
     }
-
-
-class _LayerTimer:
-    """Seconds inside the decoder layers of a target after the prefill, summed over a `generate` call."""
-
-    def __init__(self, target: GenerativeModel):
-        decoder: Any = target.get_decoder()
-        self.layers: list[nn.Module] = list(decoder.layers)
-        self.device = target.device
-        self.calls: list[float] = []  # one a forward
-
-    def __enter__(self) -> _LayerTimer:
-        first, last = self.layers[0], self.layers[-1]
-        self._hooks = (first.register_forward_pre_hook(self._begin), last.register_forward_hook(self._end))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.calls[1:])  # the first is the prefill
-
-    def _begin(self, *_: object) -> None:
-        self._started = self._now()
-
-    def _end(self, *_: object) -> None:
-        self.calls.append(self._now() - self._started)
-
-    def _now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
 
 
 class _Bench:
@@ -251,10 +194,9 @@ class _Bench:
             beyond the rounds that are looked at.
     """
 
-    def __init__(self, target: GenerativeModel, whole: ModelShape, shape: ModelShape, prompt_length: int, count: int):
+    def __init__(self, target: GenerativeModel, shape: ModelShape, prompt_length: int, count: int):
         self.target, self.shape, self.count = target, shape, count
         self.prompt: Tensor = random_prompt(prompt_length, shape.vocab_size).to(target.device)
-        self.deeper = whole.num_hidden_layers / shape.num_hidden_layers - 1  # of the layers' time
         self.text = self._plain(count)[0, prompt_length:].tolist()
 
     def speculator(self, head: str, profile: AcceptanceProfile) -> Speculator:
@@ -264,10 +206,9 @@ class _Bench:
 
     def round(self, speculator: Speculator) -> dict[str, float]:
         arguments = {**fixed_length(self.count), "return_dict_in_generate": True, "speculator": speculator}
-        with _LayerTimer(self.target) as timer:
-            stats: SpeculationStats = self.target.generate(self.prompt, **arguments).speculation
-        count, drafter, rest = stats.target_forwards, stats.drafter_seconds, stats.rest_seconds
-        target = stats.target_seconds + timer.seconds * self.deeper
+        stats: SpeculationStats = self.target.generate(self.prompt, **arguments).speculation
+        count, target = stats.target_forwards, stats.target_seconds
+        drafter, rest = stats.drafter_seconds, stats.rest_seconds
         whole = target + drafter + rest
         return {
             "rounds": count,
@@ -283,12 +224,10 @@ class _Bench:
         }
 
     def plain_token(self, count: int) -> float:
-        """Milliseconds of one token of stock `generate`, its layers scaled as those of rounds."""
-        with _LayerTimer(self.target) as timer:
-            short, _ = timed(lambda: self._plain(1), self.target.device)
-            timer.calls.clear()
-            long, _ = timed(lambda: self._plain(count + 1), self.target.device)
-        return 1e3 * (long - short + timer.seconds * self.deeper) / count
+        """Milliseconds of one token of stock `generate`."""
+        short, _ = timed(lambda: self._plain(1), self.target.device)
+        long, _ = timed(lambda: self._plain(count + 1), self.target.device)
+        return 1e3 * (long - short) / count
 
     def _plain(self, count: int) -> Tensor:
         return self.target.generate(self.prompt, **fixed_length(count), speculator=None)
@@ -296,11 +235,10 @@ class _Bench:
 
 def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
     """The result as one table."""
-    ran, layers, rates = result["layers_run"], result["layers"], result["acceptance"]
-    scaled = "" if ran == layers else f" ({ran} of {layers} layers timed, scaled to {layers})"
+    rates = result["acceptance"]
     accepted = " ".join(f"{rate:.2f}" for rate in rates) if any(rates) else ""
     title = (
-        f"Rounds at {result['shape']} shape{scaled}, random weights, {result['dtype']}, context "
+        f"Rounds at {result['shape']} shape, random weights, {result['dtype']}, context "
         f"{result['prompt_length']}, {result['environment']['threads']} threads: milliseconds a round; plain: "
         f"{result['plain_token_ms']:.1f} a token"
     )

@@ -21,20 +21,9 @@ from hf_speculate.speculator import make_speculator
 from hf_speculate.stats import SpeculationStats
 from hf_speculate_tools.bench.methods import Method, eager_method, speculator_method
 from hf_speculate_tools.bench.runs import Request, TimedRun, fixed_length, generate_once
-from hf_speculate_tools.commands import (
-    Device,
-    Grid,
-    NewTokens,
-    TargetOption,
-    chat_ids,
-    default_target,
-    environment,
-    find_device,
-    load_target,
-    progress,
-)
+from hf_speculate_tools.commands import Grid, NewTokens, chat_ids, environment, progress
 
-from .command import run
+from .command import TargetSettings, run
 
 
 _PLAIN = "plain"
@@ -44,12 +33,11 @@ _WARES = ("desk lamp", "keyboard", "rain jacket", "coffee grinder", "office chai
 
 
 @dataclass(kw_only=True)
-class SchemaSettings:
+class SchemaSettings(TargetSettings):
     """Options. Greedy; with `--fixed` every round drafts all it can, so that tokens a round do not depend on time."""
 
     QUICK: ClassVar = {"num_texts": 4, "max_new_tokens": 48}
 
-    target: TargetOption = None
     speculators: Annotated[
         list[str], typer.Option("--speculator", "-s", help="Drafter: NAME_OR_PATH (repeatable).")
     ] = field(default_factory=lambda: ["grammar", "suffix"])
@@ -59,13 +47,11 @@ class SchemaSettings:
     seed: Annotated[int, typer.Option(help="Seed of the texts.")] = 0
     fixed: Annotated[bool, typer.Option(help="Draft in every round.")] = False
     any_whitespace: Annotated[bool, typer.Option(help="Leave white space to the target.")] = True
-    device: Device = None
 
 
 def bench_schemas(settings: SchemaSettings) -> dict[str, Any]:
     """Every drafter with the schema's drafts beside it, and without them."""
-    name = settings.target or default_target()
-    model, tokenizer = load_target(name, "auto", find_device(settings.device))
+    name, model, tokenizer = settings.load()
     width = model.config.get_text_config(decoder=True).vocab_size
     grammars = _compiler(tokenizer, width, settings.any_whitespace)
     methods = [eager_method()]

@@ -23,20 +23,10 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate_tools.bench.acceptance import figures
 from hf_speculate_tools.bench.methods import Method
-from hf_speculate_tools.bench.runs import Request, fixed_length, generate_once
-from hf_speculate_tools.commands import (
-    Device,
-    Grid,
-    NewTokens,
-    TargetOption,
-    default_target,
-    environment,
-    find_device,
-    load_target,
-    progress,
-)
+from hf_speculate_tools.bench.runs import batches, fixed_length, generate_once
+from hf_speculate_tools.commands import Grid, NewTokens, environment, progress
 
-from .command import ACCEPTANCE_COLUMNS, run
+from .command import ACCEPTANCE_COLUMNS, TargetSettings, run
 
 
 # What stands behind the prompt: nothing, or the beginning of a call as Qwen's chat template asks for it.
@@ -49,25 +39,22 @@ _ROOMS = ("kitchen", "bedroom", "living_room", "office")
 
 
 @dataclass(kw_only=True)
-class ToolSettings:
+class ToolSettings(TargetSettings):
     """Options. Trees are fixed, so that the figures do not depend on the machine's speed."""
 
     QUICK: ClassVar = {"num_dialogues": 3, "max_new_tokens": 32}
 
-    target: TargetOption = None
     nodes: Annotated[list[int], typer.Option(min=1, help="Draft nodes (repeatable).")] = field(
         default_factory=lambda: [16]
     )
     num_dialogues: Annotated[int, typer.Option(min=1, help="Dialogues.")] = 30
     max_new_tokens: NewTokens = 96
     seed: Annotated[int, typer.Option(help="Seed of the dialogues.")] = 0
-    device: Device = None
 
 
 def bench_tools(settings: ToolSettings) -> dict[str, Any]:
     """Tokens a round of `suffix`, plain and with `schemas=`, on texts that the target ends itself."""
-    name = settings.target or default_target()
-    model, tokenizer = load_target(name, "auto", find_device(settings.device))
+    name, model, tokenizer = settings.load()
     if not tokenizer.chat_template:
         raise SpeculateError(f"{name} has no chat template, which tells a model about its tools.")
     dialogues = tool_dialogues(settings.num_dialogues, settings.seed)
@@ -89,10 +76,8 @@ def bench_tools(settings: ToolSettings) -> dict[str, Any]:
                 fresh=lambda: as_cache(deepcopy(shared)),
             )
             runs = []
-            for number, ids in enumerate(prompts[beginning]):
-                runs.append(
-                    generate_once(model, method, Request(number, beginning, ids, torch.ones_like(ids)), arguments)
-                )
+            for request in batches([(beginning, ids[0]) for ids in prompts[beginning]], 1, model.device):
+                runs.append(generate_once(model, method, request, arguments))
                 advance(f"{beginning}, {nodes} nodes, schemas: {with_schemas}")
             row = {"beginning": beginning, "nodes": nodes, "schemas": with_schemas}
             row["texts"] = [tokenizer.decode(each.rows[0]) for each in runs]

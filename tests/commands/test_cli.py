@@ -17,14 +17,6 @@ def run(*arguments: str):
     return CliRunner().invoke(cli.app, list(arguments))
 
 
-def test_no_command_shows_help_with_examples():
-    result = run()
-    assert result.exit_code == 2
-    shown = result.stdout + result.stderr
-    assert "hf-speculate generate" in shown
-    assert "drafters" in shown
-
-
 def test_drafters_lists_the_built_in_ones():
     found = json.loads(run("drafters", "--json").stdout)
     by_name = {drafter["name"]: drafter for drafter in found}

@@ -19,7 +19,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate_tools import cli
 from hf_speculate_tools.cli.chat import Conversation
-from hf_speculate_tools.cli.session import Session, print_piece, sampling
+from hf_speculate_tools.cli.session import Session, SessionOptions, print_piece, sampling
 from hf_speculate_tools.commands import DraftTypist, chat_ids
 
 from ..docs.pages import REPOSITORY
@@ -188,7 +188,7 @@ class TestChat:
         options = ("-t", folder, "-s", "prompt_lookup:min_ngram=1", "-n", 30, "--temperature", 0)
         plain, marked = (run("chat", *options, *more, stdin="hello\nand now") for more in ((), ("--show-drafts",)))
         assert marked.stdout == plain.stdout
-        session, pieces = self.session(folder, shows_drafts=True), []
+        session, pieces = self.session(folder, show_drafts=True), []
         conversation = Conversation(session, system=None)
         for text in ("hello", "and now"):
             conversation.answer(text, lambda text, is_drafted: pieces.append((text, is_drafted)))
@@ -276,8 +276,8 @@ class TestChat:
 
     @staticmethod
     def session(folder, **options):
-        options |= {"dtype": "auto", "device": "cpu", "gguf_backend": "auto", "threads": None}
-        return Session.load(folder, "prompt_lookup", {"max_new_tokens": 30, **sampling(0, None, None)}, **options)
+        given = {"target": folder, "speculator": "prompt_lookup", "max_new_tokens": 30, "temperature": 0.0}
+        return Session.load(SessionOptions(**given, device="cpu", **options))
 
 
 @pytest.mark.parametrize("text", ["a naïve café,\nzwei Wörter", "日本 🙂!", "bad end 🙂"])
@@ -314,14 +314,6 @@ def test_a_drafters_page_lists_its_options_and_the_engines():
     shown = run("drafters", "eagle").stdout
     assert "rope_theta" in shown
     assert "Did you mean 'eagle'?" in run("drafters", "eagl").stderr
-
-
-def test_version_and_short_help():
-    from hf_speculate import __version__
-
-    assert run("--version").stdout == f"hf-speculate {__version__}\n"
-    assert run("-h").stdout == run("--help").stdout
-    assert "--max-new-tokens" in run("generate", "-h").stdout
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])

@@ -15,8 +15,8 @@ from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import AutoSpeculator, Speculator
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
-from hf_speculate_tools.commands import ModelShape, find_shape, random_prompt
 
+from ..benchmarks.shapes import ModelShape, find_shape, random_prompt
 from ..support.paths import REPOSITORY
 
 

@@ -16,9 +16,9 @@ from hf_speculate.drafting import Drafter
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
 from hf_speculate.testing import EmptyDrafter
-from hf_speculate_tools.bench import AcceptanceProfile
-from hf_speculate_tools.commands import ModelShape
 
+from ..benchmarks.scripted import AcceptanceProfile
+from ..benchmarks.shapes import ModelShape
 from .cells import STATIC, Cell
 from .models import build, load_pycoder, prompts, pycoder_head, random_head, random_prompts, shape_of
 from .parts import MarkedDrafter, parts_of

@@ -225,14 +225,6 @@ class TestPermissions:
 
 
 class TestAcceptanceOptions:
-    def test_from_name_and_from_pretrained_take_them(self, tiny_model):
-        speculator = AutoSpeculator.from_name(
-            "prompt_lookup", target=tiny_model(), acceptance="typical", posterior_threshold=0.2, posterior_alpha=0.4
-        )
-        assert not speculator.lossless
-        assert (speculator.typical.posterior_threshold, speculator.typical.posterior_alpha) == (0.2, 0.4)
-        assert AutoSpeculator.from_name("prompt_lookup", target=tiny_model()).lossless
-
     def test_refused_before_anything_is_read(self, tiny_model):
         for make in (AutoSpeculator.from_name, AutoSpeculator.from_pretrained):
             with pytest.raises(ValueError, match="'match' or 'typical'"):

@@ -25,7 +25,6 @@ REST = (
     "plugins/check/*",
     "plugins/*test_compiled_heads.py",
     "plugins/*test_convert.py",
-    "plugins/*test_export.py",
     "plugins/*test_float16.py",
     "plugins/*test_hostile_heads.py",
     "plugins/*test_interrupted_writers.py",

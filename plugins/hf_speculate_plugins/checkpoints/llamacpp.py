@@ -197,8 +197,8 @@ def write_head(
     """
     if vocabulary is None:
         raise CheckpointError(
-            "llama.cpp's files hold the target's tokenizer, which is not at hand: `hf-speculate export HEAD OUT.gguf "
-            "--for llama.cpp` and `hf-speculate convert` read it from the target's files."
+            "llama.cpp's files hold the target's tokenizer, which is not at hand: `hf-speculate convert HEAD OUT "
+            "--for llama.cpp --target T` reads it from the target's files."
         )
     name = config[GGUF_ARCHITECTURE]
     architecture = _ARCHITECTURES[name]

@@ -27,26 +27,7 @@ Definitions of the figures:
 Benchmarks of the project itself, which users do not need, lie in `tests/benchmarks`.
 """
 
-from .acceptance import AcceptanceSettings as AcceptanceSettings
-from .acceptance import bench_acceptance as bench_acceptance
 from .commands import app as app
-from .forwards import prefilled_cache as prefilled_cache
-from .forwards import verify_ms as verify_ms
-from .generate import BatchSettings as BatchSettings
 from .generate import GenerateSettings as GenerateSettings
-from .generate import bench_batch as bench_batch
 from .generate import bench_generate as bench_generate
-from .loss import LossSettings as LossSettings
-from .loss import bench_loss as bench_loss
-from .methods import AcceptanceProfile as AcceptanceProfile
-from .methods import Method as Method
-from .methods import read_profile as read_profile
-from .methods import speculator_method as speculator_method
-from .runs import Request as Request
-from .runs import TimedRun as TimedRun
-from .runs import batches as batches
 from .runs import fixed_length as fixed_length
-from .runs import generate_once as generate_once
-from .runs import measure_in_turn as measure_in_turn
-from .runs import merged as merged
-from .runs import num_steps as num_steps

@@ -12,16 +12,7 @@ import typer
 from hf_speculate.speculator import SpeculatorSpec
 from hf_speculate.stats import SpeculationStats
 
-from ..commands import (
-    Grid,
-    NewTokens,
-    Temperatures,
-    by_depth,
-    check_counts,
-    check_temperatures,
-    default_specs,
-    progress,
-)
+from ..commands import Grid, NewTokens, Temperatures, by_depth, check_temperatures, default_specs, progress
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once, merged
 from .workload import WorkloadSettings, describe_target, load_workload
@@ -52,11 +43,6 @@ class AcceptanceSettings(WorkloadSettings):
         """Specs as everywhere, except that the bundled draft model drafts trees too."""
         return super().specs() if self.speculators else default_specs(self.target_name, branches=4)
 
-    def check(self) -> None:
-        """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(nodes=min(self.nodes), max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
-        check_temperatures(*self.temperatures)
-
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
     """Measure how many drafts of each speculator are accepted. Times nothing.
@@ -70,7 +56,7 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
         `standard_error` over the prompts (jackknife), `acceptance_rate_by_depth`, and `drafted_nodes` a round. The
         latter is below `nodes` at the end of a text and for drafters that find less.
     """
-    settings.check()
+    check_temperatures(*settings.temperatures)
     specs = settings.specs()
     cut = None
     if settings.prompt_tokens is not None:

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import SpeculatorSpec
 
 from ..commands import (
-    SHAPES,
     BatchSizes,
     Exact,
     Grid,
-    Layers,
     Limit,
     NewTokens,
-    Rates,
     Repeats,
     Temperatures,
     by_depth,
-    check_counts,
     check_temperatures,
     progress,
-    target_path,
 )
-from .engines import LLAMA_CPP, LlamaCppPython, engine_methods
 from .identity import compare_texts
 from .methods import (
-    DEFAULT_RATES,
     Method,
     compiled_method,
     draft_model_of,
     eager_method,
-    read_profile,
-    scripted_methods,
     speculator_methods,
     stock_speculative_methods,
 )
 from .replay import record_budgets
-from .runs import batches, fixed_length, measure_in_turn, num_steps, plain_texts, without_refused
+from .runs import batches, fixed_length, generate_once, measure_in_turn, num_steps, without_refused
 from .summary import headline, summarize
-from .workload import Workload, WorkloadSettings, describe_target, load_workload, shape_workload
+from .workload import Workload, WorkloadSettings, describe_target, load_workload
 
 
 _COLUMNS = {
@@ -57,7 +47,6 @@ _COLUMNS = {
     "x\neager": "{speedup[eager]:.2f}x",
     "x stock\ncompiled": "{speedup[stock compiled]:.2f}x",
     "x best\nstock": "{speedup[best_stock_speculative]:.2f}x",
-    "x llama.cpp": "{speedup[llama.cpp]:.2f}x",
     "mean\nacceptance\nlength": "{speculation[mean_acceptance_length]:.2f}",
     "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
     "same\ntext": "{identical[share]:.0%}",
@@ -68,24 +57,15 @@ _COLUMNS = {
 class GenerateSettings(WorkloadSettings):
     """Options of `bench generate`.
 
-    Every pair of batch size and temperature is measured (default: greedy and 1; a shape: greedy). Stock's speculative
-    modes run at batch 1, and not at a shape: a random target repeats itself. At most `max_proofs` divergences of a
-    speculator are proven.
+    Every pair of batch size and temperature is measured. Stock's speculative modes run at batch 1. At most `max_proofs`
+    divergences of a speculator are proven. With `seconds`, as many prompts are measured as take about so long, at least
+    two.
     """
 
     QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
 
-    shape: Annotated[
-        str | None,
-        typer.Option(help=f"Measure random weights of this shape and a scripted drafter instead: {', '.join(SHAPES)}."),
-    ] = None
-    layers: Layers = None
-    acceptance: Rates = DEFAULT_RATES
-    nodes: Annotated[int, typer.Option(min=1, help="Number of tokens that the scripted drafter drafts in a round.")] = (
-        16
-    )
     batch_sizes: BatchSizes = field(default_factory=lambda: [1])
-    temperatures: Temperatures = field(default_factory=list)
+    temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: NewTokens = 128
     repeats: Repeats = 3
     compile_baseline: Annotated[
@@ -100,26 +80,12 @@ class GenerateSettings(WorkloadSettings):
         int, typer.Option("--lookup-tokens", min=1, help="Number of tokens that stock prompt lookup drafts in a round.")
     ] = 10
     exact: Exact = False
-    llama_cpp: LlamaCppPython = None
     stock_speculative: bool = True
     max_proofs: int = 8
-
-    def __post_init__(self) -> None:
-        self.temperatures = self.temperatures or ([0.0, 1.0] if self.shape is None else [0.0])
+    seconds: float | None = None
 
     def specs(self) -> list[SpeculatorSpec]:
         return [spec.with_option("exact", True) if self.exact else spec for spec in super().specs()]
-
-    def check(self) -> None:
-        """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, batch_size=min(self.batch_sizes))
-        check_temperatures(*self.temperatures)
-        given = self.target or self.speculators or self.prompts or self.exact or any(self.temperatures)
-        if self.shape is not None and given:
-            raise SpeculateError(
-                "a shape with random weights takes no target, speculators, prompts or --exact, and is measured "
-                "greedily."
-            )
 
 
 def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
@@ -130,13 +96,18 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
     Returns:
         JSON-serialisable: `rows`, one for each method, batch size and temperature; `temperatures`, for each temperature
         the fastest speculator (at the first batch size) with its `speedup` over `eager` and `best_stock_speculative`;
-        and `speedup`, that of the first temperature.
+        and `speedup`, that of the first temperature. A row's `recorded_length` is the mean acceptance length in the
+        training of its head.
     """
-    settings.check()
-    workload, ours = _subject(settings)
+    check_temperatures(*settings.temperatures)
+    specs = settings.specs()  # what cannot be read is said before a model is loaded
+    workload = load_workload(settings)
+    ours = speculator_methods(specs, workload.model)
     longest = max(len(ids) for _, ids in workload.prompts) + settings.max_new_tokens
-    with engine_methods({LLAMA_CPP: settings.llama_cpp}, target_path(workload.name), longest) as others:
-        rows = _rows(settings, workload, [*_methods(settings, ours, workload.model, longest), *others])
+    methods = _methods(settings, ours, workload.model, longest)
+    if settings.seconds is not None:
+        workload = _within(settings.seconds, workload, len(methods), settings.max_new_tokens)
+    rows = _rows(settings, workload, methods)
     first_size = settings.batch_sizes[0]
     headlines = {
         f"{t:g}": headline([r for r in rows if r["temperature"] == t and r["batch_size"] == first_size])
@@ -151,6 +122,14 @@ def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
         "temperatures": headlines,
         "speedup": next(iter(headlines.values()))["speedup"],
     }
+
+
+def _within(seconds: float, workload: Workload, num_methods: int, max_new_tokens: int) -> Workload:
+    """The workload with as many of its prompts as all methods can be measured on in this time, at least two."""
+    first, *_ = batches(workload.prompts, 1, workload.model.device)
+    calls = [generate_once(workload.model, eager_method(), first, fixed_length(max_new_tokens)) for _ in range(2)]
+    count = int(seconds / (num_methods * min(call.seconds for call in calls)))  # the first call warms up
+    return replace(workload, prompts=workload.prompts[: max(count, 2)])
 
 
 def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -185,25 +164,12 @@ def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Meth
     return rows
 
 
-def _subject(settings: GenerateSettings) -> tuple[Workload, list[Method]]:
-    """Target with prompts, and speculators: real ones or scripted ones."""
-    if settings.shape is None:
-        specs = settings.specs()  # what cannot be read is said before a model is loaded
-        workload = load_workload(settings)
-        return workload, speculator_methods(specs, workload.model)
-    profile = read_profile(settings.acceptance or DEFAULT_RATES, settings.nodes)
-    workload = shape_workload(settings.shape, settings.layers, settings.limit, settings.dtype, settings.device)
-    requests = batches(workload.prompts, 1, workload.model.device)
-    texts = plain_texts(workload.model, requests, fixed_length(settings.max_new_tokens))
-    return workload, scripted_methods(texts, profile, workload.vocab_size)
-
-
 def _methods(settings: GenerateSettings, ours: Sequence[Method], model: GenerativeModel, longest: int) -> list[Method]:
     compiles = model.device.type != "cpu" if settings.compile_baseline is None else settings.compile_baseline
     for method in ours:
         record_budgets(method.arguments["speculator"])
     baselines = [eager_method(), *([compiled_method()] if compiles else [])]
-    if settings.stock_speculative and settings.shape is None:
+    if settings.stock_speculative:
         num_lookup = settings.prompt_lookup_num_tokens
         baselines += stock_speculative_methods(
             draft_model_of(ours), num_lookup, longest + num_lookup if compiles else None

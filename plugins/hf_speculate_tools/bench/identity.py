@@ -24,13 +24,6 @@ def compare_texts(
 ) -> dict[str, Any] | None:
     """Compares a method's texts with eager's.
 
-    Args:
-        model: the target.
-        method: the method whose texts are compared.
-        runs: runs of all methods; the texts of the first repeat count.
-        requests: the requests of these runs.
-        arguments: arguments of `generate` that made the texts.
-        max_proofs: maximum number of divergences to prove.
     Returns:
         Share of identical rows, and the divergences. None where nothing promises equality: eager itself, other engines,
         and stock's speculative modes when sampling.

@@ -21,14 +21,7 @@ def summarize(
     methods: Sequence[Method],
     identical: Mapping[str, dict[str, Any] | None],
 ) -> list[dict[str, Any]]:
-    """One row for each method. With several categories each row has `categories`, the main figures of each.
-
-    Args:
-        batch_size, temperature: batch size and temperature of all runs.
-        runs: the runs.
-        methods: their methods.
-        identical: method -> result of comparing its texts with eager's; empty where they were not compared.
-    """
+    """One row for each method. With several categories each row has `categories`, the main figures of each."""
     categories = list(dict.fromkeys(run.category for run in runs))
     kinds = {method.name: method for method in methods}
     overall = _figures(runs, kinds)
@@ -36,10 +29,12 @@ def summarize(
     rows = []
     for name, figures in overall.items():
         method = kinds[name]
+        speculator = method.arguments.get("speculator")
         row = {
             "method": name,
             "kind": method.kind,
             "spec": method.spec,
+            "recorded_length": None if speculator is None else speculator.drafter.record.length,
             "batch_size": batch_size,
             "temperature": temperature,
             **figures,

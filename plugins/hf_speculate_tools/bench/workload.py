@@ -1,4 +1,4 @@
-"""Target and prompts of a benchmark: on real text, or of a shape with random weights."""
+"""Target and prompts of a benchmark."""
 
 from __future__ import annotations
 
@@ -31,18 +31,12 @@ from ..commands import (
     default_target,
     environment,
     find_device,
-    find_dtype,
-    find_shape,
     load_target,
     parse_specs,
-    random_prompt,
     read_prompts,
     tokenize,
 )
 from .runs import fitting
-
-
-_RANDOM_PROMPT_LENGTH, _NUM_RANDOM_PROMPTS = 256, 2
 
 
 @dataclass(kw_only=True)
@@ -124,9 +118,8 @@ def _num_parameters(model: GenerativeModel) -> int:
 def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None) -> Workload:
     """Loads target and prompts.
 
-    Args:
-        settings: target, prompts and how to read them.
-        prompt_tokens: tokens to take of every text, without a chat template; texts that end before are left out.
+    With `prompt_tokens` these tokens of every text are taken, without a chat template; texts that end before are left
+    out.
     """
     device, files = find_device(settings.device), settings.prompts or []
     groups = [read_prompts(path, settings.limit, settings.categories) for path in files]
@@ -151,26 +144,6 @@ def load_workload(settings: WorkloadSettings, prompt_tokens: slice | None = None
         prompt_sets=[str(path) for path in files] or ["built-in"],
         uses_chat_template=uses_chat_template,
         eos_token_id=tokenizer.eos_token_id,
-    )
-
-
-def shape_workload(name: str, layers: int | None, num_prompts: int | None, dtype: str, device: str | None) -> Workload:
-    """Random weights of a shape, and random prompts of 256 tokens.
-
-    Args:
-        name: name of the shape.
-        layers: number of layers, fewer than the shape has; None for all.
-        num_prompts: number of prompts; None for two.
-        dtype: name of a dtype; "auto" is bfloat16.
-        device: name of a device; None for the accelerator if there is one.
-    """
-    shape = find_shape(name).with_layers(layers)
-    model = shape.build(find_dtype("bfloat16" if dtype == "auto" else dtype), find_device(device))
-    seeds = range(num_prompts or _NUM_RANDOM_PROMPTS)
-    return Workload(
-        name=f"{name} shape of {shape.num_hidden_layers} layers, random weights",
-        model=model,
-        prompts=[("random", random_prompt(_RANDOM_PROMPT_LENGTH, shape.vocab_size, seed)[0]) for seed in seeds],
     )
 
 

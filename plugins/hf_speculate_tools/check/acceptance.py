@@ -7,6 +7,7 @@ draft there, and the text shows how much of it would have been accepted. The tar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -88,9 +89,6 @@ def _all_states(target: GenerativeModel, token_ids: Tensor, layers: Sequence[int
 class HeadReader:
     """Loads the head in `folder` again for every set of options, as a user who passes them would.
 
-    Args:
-        folder: folder of the head.
-        target: model that the head drafts for.
     Raises:
         SpeculateError: the head cannot be read as its files state.
         CheckpointError: the folder holds a draft model.
@@ -126,18 +124,11 @@ class HeadReader:
 
 @torch.no_grad()
 def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
-    """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short.
-
-    Args:
-        drafter: drafter of chains.
-        target: model that wrote the texts; it is not run.
-        texts: the texts.
-        depth: tokens of a chain.
-    """
+    """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short."""
     found: list[list[int]] = [[] for _ in texts]
     rows = [row for row, text in enumerate(texts) if text.roots(depth)]
     if rows:
-        with _Replay(drafter, target, [texts[row] for row in rows], depth) as replay:
+        with closing(_Replay(drafter, target, [texts[row] for row in rows], depth)) as replay:
             for accepted in replay.steps():
                 for slot, count in accepted.items():
                     found[rows[slot]].append(count)
@@ -145,14 +136,7 @@ def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], d
 
 
 class _Replay:
-    """A session of the drafter that observes the texts as in decoding, side by side.
-
-    Args:
-        drafter: drafter of chains.
-        target: model that wrote the texts.
-        texts: texts with at least one root each.
-        depth: tokens of a chain.
-    """
+    """A session of the drafter that observes the texts as in decoding, side by side."""
 
     def __init__(self, drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int):
         self._texts, self._depth, self._layers = texts, depth, drafter.feature_layers
@@ -162,10 +146,7 @@ class _Replay:
         request = DraftRequest(target=target, input_ids=self._ids, attention_mask=None if mask.all() else mask)
         self._session = drafter.start(request)
 
-    def __enter__(self) -> _Replay:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
         self._session.close()
 
     def steps(self) -> Iterator[dict[int, int]]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from hf_speculate import rounds
 from hf_speculate.drafting import Calibration, CalibrationTable, Drafter
-from hf_speculate.models import GenerativeModel
+from hf_speculate.errors import CheckpointError
+from hf_speculate.files import user_path
+from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.policy import Acceptance
-from hf_speculate.speculator import Speculator
+from hf_speculate.speculator import Speculator, drafter_class_for
 from hf_speculate.tree import Round
 
 
@@ -28,11 +32,6 @@ def measure_calibration(
     """Counts how often nodes of each value are right, in greedy texts and in texts at temperature 1.
 
     The drafter drafts as much as its options allow. The global random state stays as it is.
-
-    Args:
-        prompts: token ids.
-        max_new_tokens: length of each text.
-        seed: seed of the sampled texts.
     """
     speculator, shares = Speculator(drafter, adaptive=False), []
     devices = [] if target.device.type == "cpu" else [target.device]
@@ -43,6 +42,41 @@ def measure_calibration(
             config.eos_token_id = target.generation_config.eos_token_id
             shares.append(_shares(_rounds(target, speculator, prompts, config)))
     return CalibrationTable(*shares)
+
+
+def write_calibration(
+    head: str | os.PathLike, target: nn.Module, prompts: Sequence[Tensor], *, max_new_tokens: int = 64, **options: Any
+) -> None:
+    """Writes a head's calibration table (`calibration.json`) into its folder.
+
+    With it the policy of a new process begins with what was measured here.
+
+    Args:
+        head: a local folder.
+        target: the model that the head drafts for.
+        prompts: token ids, int64 [S] each.
+        max_new_tokens: tokens that the target writes after each prompt.
+        options: conventions that the head is read with.
+    Raises:
+        CheckpointError: `head` is not a local folder, or cannot be written to.
+    """
+    model, folder = unwrap(target), writable_folder(head)
+    drafter = drafter_class_for(folder).from_folder(folder, model, **options)
+    table = measure_calibration(model, drafter, prompts, max_new_tokens=max_new_tokens)
+    try:
+        table.save(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
+
+
+def writable_folder(head: str | os.PathLike) -> str:
+    """The folder of a head, if a table can be written there."""
+    folder = user_path(head)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is not a local folder: calibration.json is written next to a head's files.")
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(f"calibration.json cannot be written to {folder}: permission denied.")
+    return folder
 
 
 def _rounds(

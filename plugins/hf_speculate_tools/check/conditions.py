@@ -1,16 +1,14 @@
-"""Conditions of use that acceptance depends on, in addition to the way a head is read.
+"""Conditions of use that acceptance depends on, in addition to the way a head is read: chat template and context.
 
-These are the chat template, thinking, the adapter, quantisation and the context. The same chains are drafted on texts
-that the target writes under one condition and under another. The texts differ then, so prompts are compared instead of
-positions.
+The same chains are drafted on texts that the target writes under one condition and under another. The texts differ
+then, so prompts are compared instead of positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hf_speculate.errors import CheckpointError, SpeculateError, first_line
+from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import read_json, section
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import quantization_label
 from hf_speculate.speculator import read_provenance
 
 from ..commands import Prompt, chat_ids
-from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, write_texts
+from .acceptance import AcceptanceRates
 
 
 logger = get_logger(__name__)
@@ -35,10 +31,10 @@ logger = get_logger(__name__)
 _MIN_SIGMAS, _MIN_GAIN = 3.0, 0.15
 _MIN_SPREAD = 0.1  # the same gain on all prompts does not prove certainty
 _MIN_PROMPTS = 4
-# Prompts for the dequantised copy of the target, which is larger and slower.
-_FEW = 8
 # A position limit from here on is none: no text is as long.
 _MAX_LIMIT = 1 << 31
+
+WITH_TEMPLATE, WITHOUT_TEMPLATE = "with the chat template", "without the chat template"
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Finding:
     """A condition that clearly lowers acceptance.
 
     Attributes:
-        kind: "chat template", "thinking", "quantisation", "adapter" or "context".
+        kind: "chat template" or "context".
         message: the figures, and what they may mean.
         acceptance: acceptance by the name of the condition.
         gain: difference between the two, in tokens per round.
@@ -115,63 +111,7 @@ def compare(kind: str, now: Measured, other: Measured, meaning: str, *, paired: 
     return Finding(kind, message, {now.name: first, other.name: second}, gain, sigmas)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadInUse:
-    """A head and its target as they are used.
-
-    Attributes:
-        folder: folder of the head.
-        options: conventions that the head is read with.
-        depth: tokens of a chain.
-        max_new_tokens: tokens that the target writes after a prompt.
-        target: the transformers model itself, see `unwrap`.
-        tokenizer: its tokenizer, with or without a chat template.
-        prompts: the prompts before tokenisation.
-        ids: the prompts' tokens, int64 [S] each.
-        uses_template: whether the chat template was applied.
-        load_dense: loads the target dequantised.
-        without_adapter: switches the target's adapter off; None if there is none.
-    """
-
-    folder: str
-    options: ReadingOptions = field(default_factory=dict)
-    depth: int
-    max_new_tokens: int
-    target: GenerativeModel
-    tokenizer: Any
-    prompts: Sequence[Prompt]
-    ids: Sequence[Tensor]
-    uses_template: bool
-    load_dense: Callable[[], GenerativeModel]
-    without_adapter: Callable[[], AbstractContextManager[Any]] | None = None
-
-    def measure(self, name: str, ids: Sequence[Tensor], target: GenerativeModel | None = None) -> Measured:
-        """Acceptance on continuations of `ids`, under the condition `name`; by another target if one is given."""
-        target = target or self.target
-        reader = HeadReader(self.folder, target)
-        depth, texts = reader.deepest(self.depth), write_texts(target, ids, max_new_tokens=self.max_new_tokens)
-        return Measured(name, reader.accepted(self.options, texts, depth), [text.num_prompt for text in texts], depth)
-
-
-def find_conditions(use: HeadInUse, *, others: bool) -> tuple[Finding, ...]:
-    """Finds the conditions that clearly lower acceptance, the largest gain first.
-
-    Args:
-        use: head, target and prompts.
-        others: whether the target writes under other conditions, too; else its texts are only compared by position.
-    """
-    now = use.measure("as it is used", use.ids)
-    if not any(map(len, now.accepted)):
-        return ()
-    findings = [_by_position(now, use.folder)]
-    if others:
-        for look in (_template, _thinking, _adapter, _quantisation):
-            findings += look(now, use)
-    found = [finding for finding in findings if finding is not None]
-    return tuple(sorted(found, key=lambda finding: -finding.gain))
-
-
-def _by_position(now: Measured, folder: str) -> Finding | None:
+def compare_positions(now: Measured, folder: str) -> Finding | None:
     """Compares beyond the first limit that is stated: that of the training, else that of the head's config."""
     head = _json(lambda: read_json(Path(folder) / "config.json"))
     stated = {**head, **section(head, "transformer_layer_config")}.get("max_position_embeddings")
@@ -188,57 +128,56 @@ def _by_position(now: Measured, folder: str) -> Finding | None:
     return None
 
 
+def compare_template(now: Measured, other: Measured) -> Finding | None:
+    """Compares with the same prompts in another form, see `other_forms`."""
+    meaning = f"it was trained on texts {other.name}, or on another template; give prompts as in its training."
+    return compare("chat template", now, other, meaning)
+
+
+def other_forms(
+    prompts: Sequence[Prompt], ids: Sequence[Tensor], tokenizer: Any, *, uses_template: bool
+) -> dict[str, list[Tensor]]:
+    """The prompts as a head may have seen them in training: with or without the chat template, thinking on or off.
+
+    Args:
+        prompts: the prompts before tokenisation.
+        ids: their tokens as they are used, int64 [S] each.
+        tokenizer: the target's.
+        uses_template: whether `ids` went through the chat template.
+    Returns:
+        Name of each form -> token ids; empty without a chat template.
+    """
+    forms: dict[str, list[Tensor]] = {}
+    if not tokenizer.chat_template:
+        return forms
+    if all(isinstance(prompt.content, str) for prompt in prompts):
+        if uses_template:
+            texts = [tokenizer(prompt.content, return_tensors="pt").input_ids[0] for prompt in prompts]
+            forms[WITHOUT_TEMPLATE] = texts
+        else:
+            try:
+                forms[WITH_TEMPLATE] = [chat_ids(prompt.messages, tokenizer) for prompt in prompts]
+            except SpeculateError as error:  # perhaps why the user does without it
+                logger.warning(f"not measured {WITH_TEMPLATE}: {error}")
+    if uses_template and "enable_thinking" in str(tokenizer.chat_template):
+        for switch in (True, False):
+            switched = [chat_ids(prompt.messages, tokenizer, enable_thinking=switch) for prompt in prompts]
+            if not all(map(torch.equal, switched, ids)):
+                forms[f"with enable_thinking={switch}"] = switched
+    return forms
+
+
+def has_other_template(folder: str, tokenizer: Any) -> bool:
+    """Whether the head in a folder was trained with another chat template than the target's.
+
+    The head's template came with its files and is a program: it is compared, not run.
+    """
+    trained = _json(lambda: read_provenance(folder)).get("chat_template")
+    return bool(trained) and trained != tokenizer.chat_template
+
+
 def _json(read: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     try:
         return read() or {}
     except CheckpointError:
         return {}
-
-
-def _template(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
-    template = use.tokenizer.chat_template
-    if not template or any(not isinstance(prompt.content, str) for prompt in use.prompts):
-        return
-    if use.uses_template:
-        trained = _json(lambda: read_provenance(use.folder)).get("chat_template")
-        if trained and trained != template:  # it came with the head, and is a program: it is not run
-            logger.warning("the target's chat template is not the one that the head was trained with.")
-        ids = [use.tokenizer(prompt.content, return_tensors="pt").input_ids[0] for prompt in use.prompts]
-    else:
-        ids = [chat_ids(prompt.messages, use.tokenizer) for prompt in use.prompts]
-    here, there = ("with", "without") if use.uses_template else ("without", "with")
-    name = f"{there} the chat template"
-    meaning = f"it was trained on texts {name}, or on another template; prompts should be given as it was trained."
-    yield compare("chat template", replace(now, name=f"{here} the chat template"), use.measure(name, ids), meaning)
-
-
-def _thinking(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
-    if not use.uses_template or "enable_thinking" not in str(use.tokenizer.chat_template):
-        return
-    for switch in (True, False):
-        ids = [chat_ids(prompt.messages, use.tokenizer, enable_thinking=switch) for prompt in use.prompts]
-        if not all(map(torch.equal, ids, use.ids)):
-            name = f"with enable_thinking={switch}"
-            yield compare("thinking", now, use.measure(name, ids), f"it was trained on answers {name}.")
-
-
-def _adapter(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
-    if use.without_adapter is not None:
-        with use.without_adapter():
-            other = use.measure("without it", use.ids)
-        meaning = "the head was trained for the target without this adapter: train one for it."
-        yield compare("adapter", replace(now, name="with the adapter"), other, meaning)
-
-
-def _quantisation(now: Measured, use: HeadInUse) -> Iterator[Finding | None]:
-    label = quantization_label(use.target)
-    if not label or use.without_adapter is not None:  # an adapter belongs to the loaded copy of the target
-        return
-    try:
-        dense = use.load_dense()
-    except (SpeculateError, MemoryError, RuntimeError, ValueError) as error:  # backends fail in many ways
-        logger.warning(f"the dequantised target was not measured: {first_line(error)}")
-        return
-    few = Measured(f"as {label}", now.accepted[:_FEW], now.starts[:_FEW], now.depth)
-    meaning = "packed weights round otherwise than those that the head was trained with."
-    yield compare("quantisation", few, use.measure("dequantised", use.ids[:_FEW], dense), meaning)

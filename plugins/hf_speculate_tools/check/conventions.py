@@ -20,12 +20,7 @@ class Alternative:
 
 
 def alternatives(drafter: Any, target: GenerativeModel, options: ReadingOptions) -> list[Alternative]:
-    """One change of every convention that `options` leave open; none for methods without conventions.
-
-    Args:
-        drafter: the drafter that reads the head with `options`.
-        target: the head's target.
-    """
+    """One change of every convention that `options` leave open; none for methods without conventions."""
     find = {"eagle": _of_eagle, "block": _of_block}.get(drafter.name)
     return [] if find is None else [each for each in find(drafter, target) if not each.options.keys() & options.keys()]
 

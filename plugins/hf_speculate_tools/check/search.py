@@ -1,4 +1,4 @@
-"""The search for the conventions that a head was trained with.
+"""The check of a head: its acceptance, the conventions that it was trained with, and the conditions that lower it.
 
 Acceptance is measured as the head's files state, then under known alternatives. A change that makes a clear difference
 is adopted.
@@ -7,19 +7,21 @@ is adopted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.speculator import head_record, local_folder
 from hf_speculate.stats import HeadRecord
 
-from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text
-from .conditions import Finding
+from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text, write_texts
+from .conditions import WITH_TEMPLATE, WITHOUT_TEMPLATE, Finding, Measured, compare_positions, compare_template
 from .conventions import Alternative, alternatives
 
 
@@ -132,61 +134,96 @@ class HeadCheck:
 
 
 def check_head(
-    reader: HeadReader,
-    head: str,
-    target: GenerativeModel,
-    texts: Sequence[Text],
+    head: str | os.PathLike,
+    target: nn.Module,
+    prompts: Sequence[Tensor],
     *,
     depth: int = 5,
+    max_new_tokens: int = 64,
     try_alternatives: bool | None = None,
-    record: HeadRecord | None = None,
+    other_forms: Mapping[str, Sequence[Tensor]] | None = None,
+    try_forms: bool | None = None,
+    uses_template: bool = False,
 ) -> HeadCheck:
-    """Measures a head as its files state and, if that looks wrong, under other conventions.
+    """Measures the acceptance of a head on texts that the target writes, as stated and under other conditions.
 
     Args:
-        reader: reads the head.
-        head: name of the head in messages.
-        target: the head's target.
-        texts: texts from `write_texts`.
-        depth: tokens of a chain.
-        try_alternatives: whether to try other conventions; None: only if acceptance is low.
-        record: the figures in the head's folder; None: there are none.
+        head: folder, Hub id or GGUF file.
+        target: the model that the head was trained for.
+        prompts: token ids, int64 [S] each.
+        depth: tokens of the chain that is drafted at every position.
+        max_new_tokens: tokens that the target writes after each prompt.
+        try_alternatives: whether to read the head by other conventions; None: only if acceptance is low.
+        other_forms: the same prompts in other forms, see `conditions.other_forms`.
+        try_forms: whether to measure with these; None: only if acceptance stays low.
+        uses_template: whether `prompts` went through the chat template.
     Raises:
-        SpeculateError: the head cannot be read as stated, or the texts are too short.
+        CheckpointError: the head is broken, or of a method that cannot be checked.
+        DrafterNotFoundError: there is no such head.
+        SpeculateError: the texts are too short.
+        TargetMismatchError: the head belongs to another target.
     """
-    record, depth = record or HeadRecord(), reader.deepest(depth)
+    model, folder = unwrap(target), local_folder(head)
+    reader = HeadReader(folder, model)  # a broken head fails before the target writes anything
+    record, depth = head_record(folder, model), reader.deepest(depth)
+    texts = write_texts(model, prompts, max_new_tokens=max_new_tokens)
     if not any(text.roots(depth) for text in texts):
         raise SpeculateError(
             f"the target wrote too little to check chains of {depth} tokens on: more tokens (--max-new-tokens) or "
             "other prompts are needed."
         )
+    accepted = reader.accepted({}, texts, depth)
+    stated = AcceptanceRates.of(torch.cat(accepted), depth)
+    found = HeadCheck(os.fspath(head), reader.name, stated, record=record)
+    if found.is_low if try_alternatives is None else try_alternatives:
+        found, accepted = _search(found, reader, model, texts, accepted)
 
-    def tried(change: Alternative, before: Trial, accepted: Tensor) -> tuple[Trial, Tensor]:
-        options = before.options | change.options
-        meaning = f"{before.meaning} and {change.meaning}" if before.meaning else change.meaning
-        try:
-            now = torch.cat(reader.accepted(options, texts, depth))
-        except SpeculateError as error:
-            return Trial(options, meaning, problem=str(error)), accepted
-        difference = (now - accepted).double()
-        gain = float(difference.mean())
-        error = max(float(difference.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(difference))
-        return Trial(options, meaning, AcceptanceRates.of(now, depth), gain, gain / error), now
+    def measured(name: str, texts: Sequence[Text], accepted: Sequence[Tensor]) -> Measured:
+        return Measured(name, accepted, [text.num_prompt for text in texts], depth)
 
-    accepted = torch.cat(reader.accepted({}, texts, depth))
-    stated = AcceptanceRates.of(accepted, depth)
-    if not (stated.is_low(record) if try_alternatives is None else try_alternatives):
-        return HeadCheck(head, reader.name, stated, record=record)
+    now = measured(WITH_TEMPLATE if uses_template else WITHOUT_TEMPLATE, texts, accepted)
+    findings = [compare_positions(now, folder)]
+    if found.is_low if try_forms is None else try_forms:
+        for name, ids in (other_forms or {}).items():
+            written = write_texts(model, ids, max_new_tokens=max_new_tokens)
+            findings.append(compare_template(now, measured(name, written, reader.accepted(found.fix, written, depth))))
+    strongest = sorted((finding for finding in findings if finding is not None), key=lambda finding: -finding.gain)
+    return replace(found, findings=tuple(strongest))
+
+
+def _search(
+    found: HeadCheck, reader: HeadReader, target: GenerativeModel, texts: Sequence[Text], accepted: list[Tensor]
+) -> tuple[HeadCheck, list[Tensor]]:
+    """Adopts the best change that helps, then tries the others on top of it: a file may be wrong in two places.
+
+    Returns:
+        The outcome, and the accepted tokens with its `fix`.
+    """
     trials: list[Trial] = []
-    adopted, best = Trial({}, ""), stated
-    # The best change that helps is adopted, and the others are tried on top of it: a file may be wrong in two places.
+    adopted, depth = Trial({}, "", found.stated), len(found.stated.by_depth)
     for _ in range(_MAX_CHANGES):
         others = alternatives(reader.load(adopted.options, depth), target, adopted.options)
-        found = [tried(other, adopted, accepted) for other in others]
-        trials += [trial for trial, _ in found]
-        helpful = [pair for pair in found if pair[0].helps]
+        tried = [_try(reader, other, adopted, texts, accepted) for other in others]
+        trials += [trial for trial, _ in tried]
+        helpful = [pair for pair in tried if pair[0].helps]
         if not helpful:
             break
         adopted, accepted = max(helpful, key=lambda pair: pair[0].gain or 0.0)
-        best = adopted.acceptance or best
-    return HeadCheck(head, reader.name, stated, tuple(trials), adopted.options, best, record=record)
+    return replace(found, trials=tuple(trials), fix=adopted.options, best=adopted.acceptance), accepted
+
+
+def _try(
+    reader: HeadReader, change: Alternative, before: Trial, texts: Sequence[Text], accepted: list[Tensor]
+) -> tuple[Trial, list[Tensor]]:
+    """The result of one more change, paired over positions with those accepted before it."""
+    assert before.acceptance is not None
+    depth, options = len(before.acceptance.by_depth), before.options | change.options
+    meaning = f"{before.meaning} and {change.meaning}" if before.meaning else change.meaning
+    try:
+        changed = reader.accepted(options, texts, depth)
+    except SpeculateError as error:
+        return Trial(options, meaning, problem=str(error)), accepted
+    difference = (torch.cat(changed) - torch.cat(accepted)).double()
+    gain = float(difference.mean())
+    error = max(float(difference.std(correction=0)), _MIN_SPREAD) / math.sqrt(len(difference))
+    return Trial(options, meaning, AcceptanceRates.of(torch.cat(changed), depth), gain, gain / error), changed

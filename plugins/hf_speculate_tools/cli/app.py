@@ -15,11 +15,11 @@ from hf_speculate.errors import first_line
 from hf_speculate.speculator import EngineOptions, load_drafter
 
 from ..bench import app as bench_app
-from ..commands import JsonOnly, console, drafter_list, environment, say, say_json
+from ..commands import JsonOnly, command_of, console, drafter_list, environment, say, say_json
 from ..overview import version_line
-from .chat import CHAT_EXAMPLES, chat
+from .chat import CHAT_EXAMPLES, ChatOptions, chat
 from .doctor import DOCTOR_EXAMPLES, doctor
-from .generate import GENERATE_EXAMPLES, generate
+from .generate import GENERATE_EXAMPLES, GenerateOptions, generate
 from .groups import Application, LiteralGroup, MainGroup
 
 
@@ -51,8 +51,8 @@ app = Application(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench", cls=LiteralGroup)
-app.command(epilog=GENERATE_EXAMPLES)(generate)
-app.command(epilog=CHAT_EXAMPLES)(chat)
+app.command(epilog=GENERATE_EXAMPLES)(command_of(GenerateOptions, generate))
+app.command(epilog=CHAT_EXAMPLES)(command_of(ChatOptions, chat))
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 
 

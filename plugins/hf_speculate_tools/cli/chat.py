@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import typer
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_speculate.cache import as_cache
 from hf_speculate.errors import SpeculateError
 
-from ..commands import Device, Exact, GgufBackend, TargetDtype, Threads, Typist, chat_ids, readable, say
-from .session import (
-    ChatTarget,
-    ChatTemperature,
-    MaxTokens,
-    OneSpec,
-    Seed,
-    Session,
-    ShowDrafts,
-    Stats,
-    System,
-    TopK,
-    TopP,
-    print_piece,
-    sampling,
-    set_seed,
-)
+from ..commands import Typist, chat_ids, readable, say
+from .session import Session, SessionOptions, print_piece, set_seed
 
 
 _COMMANDS = "/reset starts a new chat, /stats shows statistics, /help lists these commands, /exit (or Ctrl-D) leaves"
@@ -95,55 +82,38 @@ class Conversation:
         self._known: list[int] = []
 
 
-def chat(
-    target: ChatTarget = None,
-    speculator: OneSpec = None,
-    max_new_tokens: MaxTokens = 1024,
-    temperature: ChatTemperature = 0.7,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    system: System = None,
-    show_drafts: ShowDrafts = False,
-    stats: Stats = False,
-    dtype: TargetDtype = "auto",
-    device: Device = None,
-    gguf_backend: GgufBackend = "auto",
-    threads: Threads = None,
-    exact: Exact = False,
-) -> None:
+@dataclass(kw_only=True)
+class ChatOptions(SessionOptions):
+    """Options of `chat`."""
+
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop an answer after this many tokens.")
+    ] = 1024
+    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 0 is greedy.")] = 0.7
+
+
+def chat(options: ChatOptions) -> None:
     """Chat with a model on the terminal.
 
     The model needs a chat template. From a pipe, each line is one turn.
     """
-    request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
-    session = Session.load(
-        target,
-        speculator,
-        request,
-        dtype=dtype,
-        device=device,
-        gguf_backend=gguf_backend,
-        threads=threads,
-        exact=exact,
-        shows_drafts=show_drafts,
-    )
+    session = Session.load(options)
     if not session.tokenizer.chat_template:
         raise SpeculateError(
             "this target's tokenizer has no chat template, so it is not a chat model: `hf-speculate generate --raw` "
             "completes texts with it."
         )
-    if seed is not None:
-        set_seed(seed)
-    conversation = Conversation(session, None if system is None else readable(system, "--system"))
+    if options.seed is not None:
+        set_seed(options.seed)
+    conversation = Conversation(session, options.system_message)
     say(f"{session.title}; /exit leaves, /help lists the commands.", err=True)
     try:
-        while _turn(conversation, session, stats):
+        while _turn(conversation, session, options.stats):
             pass
     except EOFError:
         pass
     finally:
-        if stats:
+        if options.stats:
             _show_stats(session)
 
 

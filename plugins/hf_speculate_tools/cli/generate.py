@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -14,39 +15,8 @@ from torch import Tensor
 from hf_speculate import rounds
 from hf_speculate.errors import SpeculateError
 
-from ..commands import (
-    Device,
-    Exact,
-    GgufBackend,
-    JsonOnly,
-    Raw,
-    TargetDtype,
-    Threads,
-    Typist,
-    chat_ids,
-    console,
-    readable,
-    say,
-    say_json,
-    side_by_side,
-)
-from .session import (
-    PLAIN,
-    ChatTarget,
-    MaxTokens,
-    OneSpec,
-    Seed,
-    Session,
-    ShowDrafts,
-    Stats,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-    print_piece,
-    sampling,
-    set_seed,
-)
+from ..commands import JsonOnly, Raw, Typist, chat_ids, console, readable, say, say_json, side_by_side
+from .session import PLAIN, Session, SessionOptions, print_piece, set_seed
 
 
 GENERATE_EXAMPLES = """
@@ -62,59 +32,36 @@ Examples:
 _WARM_UP_TOKENS = 8
 
 
-def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to answer; - reads it from stdin (default: stdin).")
-    ] = None,
-    target: ChatTarget = None,
-    speculator: OneSpec = None,
-    max_new_tokens: MaxTokens = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    system: System = None,
-    raw: Raw = False,
+@dataclass(kw_only=True)
+class GenerateOptions(SessionOptions):
+    """Options of `generate`."""
+
+    prompt: Annotated[str | None, typer.Argument(help="Text to answer; - reads it from stdin (default: stdin).")] = None
+    raw: Raw = False
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain generation too, and compare speed and text.")
-    ] = False,
-    draw: Annotated[
-        bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")
-    ] = False,
-    show_drafts: ShowDrafts = False,
-    stats: Stats = False,
-    dtype: TargetDtype = "auto",
-    device: Device = None,
-    gguf_backend: GgufBackend = "auto",
-    threads: Threads = None,
-    exact: Exact = False,
-    json_only: JsonOnly = False,
-) -> None:
-    """Generate text with a speculator, printed while it is written."""
-    if (compare or draw or stats) and speculator == PLAIN:
-        raise SpeculateError(f"--compare, --draw and --stats need a speculator: --speculator {PLAIN} turns it off.")
-    text, system = _prompt(prompt), None if system is None else readable(system, "--system")
-    request = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p, top_k)}
-    session = Session.load(
-        target,
-        speculator,
-        request,
-        dtype=dtype,
-        device=device,
-        gguf_backend=gguf_backend,
-        threads=threads,
-        exact=exact,
-        shows_drafts=show_drafts,
+    ] = False
+    draw: Annotated[bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")] = (
+        False
     )
-    ids = _ids(text, system, raw, session.tokenizer)
-    restart = _seeding(seed)
-    if draw:
+    json_only: JsonOnly = False
+
+
+def generate(options: GenerateOptions) -> None:
+    """Generate text with a speculator, printed while it is written."""
+    if (options.compare or options.draw or options.stats) and options.speculator == PLAIN:
+        raise SpeculateError(f"--compare, --draw and --stats need a speculator: --speculator {PLAIN} turns it off.")
+    text, system = _prompt(options.prompt), options.system_message
+    session = Session.load(options)
+    ids = _ids(text, system, options.raw, session.tokenizer)
+    restart, quiet = _seeding(options.seed), options.json_only
+    if options.draw:
         _draw(session, ids)
     else:
-        found = _compared(session, ids, restart, json_only) if compare else _single(session, ids, json_only)
-        if json_only:
+        found = _compared(session, ids, restart, quiet) if options.compare else _single(session, ids, quiet)
+        if quiet:
             say_json(found)
-    if stats and session.speculator is not None:
+    if options.stats and session.speculator is not None:
         say(session.speculator.stats.summary(), err=True)
 
 

@@ -23,7 +23,12 @@ from hf_speculate.speculator import Speculator
 
 from ..commands import (
     DRAFTED,
+    Device,
     DraftTypist,
+    Exact,
+    GgufBackend,
+    TargetDtype,
+    Threads,
     Typist,
     check_temperatures,
     console,
@@ -33,6 +38,7 @@ from ..commands import (
     make_spec,
     parse_spec,
     prepare,
+    readable,
 )
 
 
@@ -46,38 +52,55 @@ ChatTarget = Annotated[
         help=f"Model: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)} (default: smollm2, if installed).",
     ),
 ]
-OneSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--speculator",
-        "-s",
-        help="Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
-        "(default: the bundled head for the target, else suffix).",
-    ),
-]
-MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many tokens.")]
-Temperature = Annotated[
-    float | None, typer.Option(help="Sample at this temperature; 0 is greedy (default: the model's own settings).")
-]
-ChatTemperature = Annotated[float, typer.Option(help="Sample at this temperature; 0 is greedy.")]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=1,
-        help="Sample from the likeliest tokens that have this probability together (default: the model's own).",
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 is all (default: the model's own)."),
-]
-Seed = Annotated[int | None, typer.Option(help="Seed for sampling (default: a different text every time).")]
-System = Annotated[str | None, typer.Option(help="System message that the chat starts with (default: none).")]
-ShowDrafts = Annotated[
-    bool, typer.Option("--show-drafts", help="On a terminal, colour the tokens that were drafted and accepted.")
-]
-Stats = Annotated[bool, typer.Option("--stats", help="Print speculation statistics to stderr at the end.")]
+
+
+@dataclass(kw_only=True)
+class SessionOptions:
+    """Options of `generate` and `chat`."""
+
+    target: ChatTarget = None
+    speculator: Annotated[
+        str | None,
+        typer.Option(
+            "--speculator",
+            "-s",
+            help="Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
+            "(default: the bundled head for the target, else suffix).",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many tokens.")
+    ] = 256
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature; 0 is greedy (default: the model's own settings).")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Sample from the likeliest tokens that have this probability together (default: the model's own).",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 is all (default: the model's own)."),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling (default: a different text every time).")] = None
+    system: Annotated[str | None, typer.Option(help="System message that the chat starts with (default: none).")] = None
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="On a terminal, colour the tokens that were drafted and accepted.")
+    ] = False
+    stats: Annotated[bool, typer.Option("--stats", help="Print speculation statistics to stderr at the end.")] = False
+    dtype: TargetDtype = "auto"
+    device: Device = None
+    gguf_backend: GgufBackend = "auto"
+    threads: Threads = None
+    exact: Exact = False
+
+    @property
+    def system_message(self) -> str | None:
+        return None if self.system is None else readable(self.system, "--system")
 
 
 @dataclass(frozen=True)
@@ -100,32 +123,27 @@ class Session:
     shows_drafts: bool = False
 
     @classmethod
-    def load(
-        cls,
-        target: str | None,
-        speculator: str | None,
-        request: dict[str, Any],
-        *,
-        dtype: str,
-        device: str | None,
-        gguf_backend: str,
-        threads: int | None,
-        exact: bool = False,
-        shows_drafts: bool = False,
-    ) -> Session:
+    def load(cls, options: SessionOptions) -> Session:
         """Loads target and speculator; raises `SpeculateError`. Names are checked before weights are read."""
-        if shows_drafts and speculator == PLAIN:
+        if options.show_drafts and options.speculator == PLAIN:
             raise SpeculateError(f"--show-drafts needs a speculator: --speculator {PLAIN} turns it off.")
-        prepare(threads)
-        name = target or default_target()
-        spec = default_specs(name)[-1] if speculator is None else None
-        if speculator not in (None, PLAIN):
-            spec = parse_spec(speculator)
-        if exact and spec is not None:
+        request = {
+            "max_new_tokens": options.max_new_tokens,
+            **sampling(options.temperature, options.top_p, options.top_k),
+        }
+        prepare(options.threads)
+        name = options.target or default_target()
+        spec = default_specs(name)[-1] if options.speculator is None else None
+        if options.speculator not in (None, PLAIN):
+            spec = parse_spec(options.speculator)
+        if options.exact and spec is not None:
             spec = spec.with_option("exact", True)
-        model, tokenizer = load_target(name, dtype, find_device(device), gguf_backend, neutral=False)
+        model, tokenizer = load_target(
+            name, options.dtype, find_device(options.device), options.gguf_backend, neutral=False
+        )
         title = f"{Path(name).name}, {'no speculator' if spec is None else f'drafts by {spec.label}'}"
-        return cls(title, model, tokenizer, None if spec is None else make_spec(spec, model), request, shows_drafts)
+        speculator = None if spec is None else make_spec(spec, model)
+        return cls(title, model, tokenizer, speculator, request, options.show_drafts)
 
     def typist(self, write: Callable[..., Any]) -> Typist:
         """A typist for `run`. `write` gets pieces of text, and with `shows_drafts` whether each was drafted."""
@@ -151,12 +169,7 @@ class Session:
 
 
 def print_piece(text: str, is_drafted: bool = False) -> None:
-    """Prints a piece of text at once. A terminal shows control characters as text; other outputs get them unchanged.
-
-    Args:
-        text: the piece.
-        is_drafted: whether it was an accepted draft, which a terminal shows in colour.
-    """
+    """Prints a piece of text at once. A terminal shows control characters as text; other outputs get them unchanged."""
     if is_drafted and sys.stdout.isatty():
         console().print(Text(text, style=DRAFTED), end="", soft_wrap=True)
         return

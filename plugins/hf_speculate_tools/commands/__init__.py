@@ -18,11 +18,9 @@ from .options import Device as Device
 from .options import Exact as Exact
 from .options import GgufBackend as GgufBackend
 from .options import JsonOnly as JsonOnly
-from .options import Layers as Layers
 from .options import Limit as Limit
 from .options import NewTokens as NewTokens
 from .options import PromptFiles as PromptFiles
-from .options import Rates as Rates
 from .options import Raw as Raw
 from .options import Repeats as Repeats
 from .options import Specs as Specs
@@ -30,7 +28,6 @@ from .options import TargetDtype as TargetDtype
 from .options import TargetOption as TargetOption
 from .options import Temperatures as Temperatures
 from .options import Threads as Threads
-from .prompts import HARD_PROMPTS as HARD_PROMPTS
 from .prompts import Prompt as Prompt
 from .prompts import builtin_prompts as builtin_prompts
 from .prompts import chat_ids as chat_ids
@@ -44,12 +41,8 @@ from .reporting import report as report
 from .reporting import say as say
 from .reporting import say_json as say_json
 from .settings import add_command as add_command
-from .settings import check_counts as check_counts
 from .settings import check_temperatures as check_temperatures
-from .shapes import SHAPES as SHAPES
-from .shapes import ModelShape as ModelShape
-from .shapes import find_shape as find_shape
-from .shapes import random_prompt as random_prompt
+from .settings import command_of as command_of
 from .tables import Grid as Grid
 from .tables import by_depth as by_depth
 from .targets import bundled as bundled

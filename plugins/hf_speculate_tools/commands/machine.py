@@ -24,11 +24,7 @@ _OPTIONAL_PACKAGES = ("accelerate", "peft", "bitsandbytes", "gguf", "datasets")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Versions, hardware and thread count as JSON-serialisable values, for bug reports and benchmark results.
-
-    Args:
-        device: device of a measurement; None describes the accelerator, if there is one.
-    """
+    """Versions, hardware and thread count as JSON-serialisable values, for bug reports and benchmark results."""
     versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES)}
     return {
         "versions": {name: found for name, found in versions.items() if found or name in _PACKAGES},

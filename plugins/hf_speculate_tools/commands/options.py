@@ -54,17 +54,6 @@ GgufBackend = Annotated[
     str, typer.Option(help="Backend of a GGUF file: auto, native, native-int8, dequantize or dense.")
 ]
 Device = Annotated[str | None, typer.Option(help="Device of the model (default: the accelerator, else the CPU).")]
-Layers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of layers, if the whole shape does not fit into memory (default: all)."),
-]
-Rates = Annotated[
-    str | None,
-    typer.Option(
-        "--acceptance",
-        help="Share of rounds that the scripted drafter gets accepted to depth 1, 2, ...: 0.8,0.6,0.4.",
-    ),
-]
 BatchSizes = Annotated[
     list[int], typer.Option("--batch-size", min=1, help="Number of prompts in a batch (repeatable).")
 ]

@@ -23,10 +23,8 @@ FIELDS = ("prompt", "text", "question", "turns", "messages")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 # Written for this purpose, published nowhere else: beginnings of Python files, for the bundled target (a model of
-# Python source); questions, for models with a chat template; and questions that are hard to draft for.
-_PYTHON, _CHAT, HARD_PROMPTS = (
-    Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat", "hard")
-)
+# Python source); and questions, for models with a chat template.
+_PYTHON, _CHAT = (Path(__file__).with_name(f"{kind}_prompts.jsonl") for kind in ("python", "chat"))
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,7 @@ def read_prompts(path: str | Path, limit: int | None = None, categories: Sequenc
 
     The prompt of a line is the first of these fields that it has: `prompt`, `text`, `question`, `turns` (Spec-Bench and
     MT-Bench: a list of the user's turns), `messages`. A list of {"role", "content"} is a chat. `category` groups
-    prompts in the tables (default: the file's name).
-
-    Args:
-        path: the file.
-        limit: maximum number of prompts, taken evenly over the categories, each in the file's order.
-        categories: names of the categories to take; None for all.
+    prompts in the tables (default: the file's name). A `limit` is spread over the categories.
 
     Raises:
         SpeculateError: there is no such file; it is not JSON, has none of the fields or no prompts; or a category is
@@ -126,12 +119,7 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
 
 
 def readable(text: str, origin: str) -> str:
-    """Replaces bytes that are not characters, so that every tokenizer takes the text, and reports it on stderr.
-
-    Args:
-        text: text with a lone surrogate for each byte that was not UTF-8, as Python reads arguments and stdin.
-        origin: source of the text, for the message.
-    """
+    """Replaces bytes that are not characters, so that every tokenizer takes the text, and reports it on stderr."""
     found, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
     if count:
         say(f"hf-speculate: {origin} is not all UTF-8; bytes replaced by U+FFFD: {count}.", err=True)

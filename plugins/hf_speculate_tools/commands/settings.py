@@ -63,21 +63,22 @@ def add_command(
         finally:  # a picture that fails must not cost minutes of measuring
             report(result, parts, json_only=how["json_only"], markdown=how["markdown"], out=how["out"])
 
-    hints = get_type_hints(settings, include_extras=True)
-    options = [_parameter(field.name, hints[field.name], _default(field)) for field in _option_fields(settings, hints)]
-    options += [_parameter(key, hint, False if get_args(hint)[0] is bool else None) for key, hint in shown.items()]
-    parameters = [_parameter("_context", typer.Context, inspect.Parameter.empty), *options]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    context = _parameter("_context", typer.Context, inspect.Parameter.empty)
+    output = [_parameter(key, hint, False if get_args(hint)[0] is bool else None) for key, hint in shown.items()]
+    _sign(command, [context, *_parameters(settings), *output])
     about = (inspect.getdoc(measure) or "").partition("\n\n")[0]
     app.command(name, help=about, epilog=examples)(command)
 
 
-def check_counts(**counts: int | None) -> None:
-    """Raises `SpeculateError` for a count below 1; None is an absent one."""
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise SpeculateError(f"{name.replace('_', ' ')} must be at least 1, got {value}.")
+def command_of(settings: type[Any], run: Callable[[Any], None]) -> Callable[..., None]:
+    """A function for `typer.Typer.command` whose parameters are the options of a settings class; see `add_command`."""
+
+    def command(**given: Any) -> None:
+        run(settings(**given))
+
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    _sign(command, _parameters(settings))
+    return command
 
 
 def check_temperatures(*temperatures: float | None) -> None:
@@ -87,9 +88,18 @@ def check_temperatures(*temperatures: float | None) -> None:
             raise SpeculateError(f"temperature {value}: possible are 0 (greedy) and numbers from {COLDEST} up.")
 
 
-def _option_fields(settings: type[Any], hints: dict[str, Any]) -> list[Field]:
+def _parameters(settings: type[Any]) -> list[inspect.Parameter]:
+    """The options of a settings class."""
     kinds = (typer.models.OptionInfo, typer.models.ArgumentInfo)
-    return [field for field in fields(settings) if any(isinstance(a, kinds) for a in get_args(hints[field.name]))]
+    hints = get_type_hints(settings, include_extras=True)
+    options = [field for field in fields(settings) if any(isinstance(a, kinds) for a in get_args(hints[field.name]))]
+    return [_parameter(field.name, hints[field.name], _default(field)) for field in options]
+
+
+def _sign(command: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Gives a function the parameters that typer reads."""
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def _default(field: Field) -> Any:

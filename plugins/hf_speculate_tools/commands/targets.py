@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import is_offline_mode, try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
@@ -47,12 +41,8 @@ def load_target(
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """Loads model and tokenizer; raises `SpeculateError` with a message of one line.
 
-    Args:
-        name_or_path: a folder or Hub id, a GGUF file, or the name of one (`NAMED_TARGETS`).
-        dtype: name of a dtype; "auto" is the checkpoint's, and bfloat16 for a GGUF file, whose weights stay packed.
-        device: device of the model.
-        gguf_backend: backend of `hf_speculate.load_gguf`; "dense" dequantises the weights.
-        neutral: whether to replace the checkpoint's generation config (`neutralize`).
+    The dtype "auto" is the checkpoint's, and bfloat16 for a GGUF file. With `neutral` the checkpoint's generation
+    config is replaced (`neutralize`).
     """
     if dtype != "auto":
         find_dtype(dtype)
@@ -162,12 +152,7 @@ def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
 
 
 def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
-    """Specs for a target if the user named none: drafters that copy from the text, and those bundled for the target.
-
-    Args:
-        target: name or path of the target.
-        branches: branches of the draft model at each level; 1 is a chain.
-    """
+    """Specs for a target if the user named none: drafters that copy from the text, and those bundled for the target."""
     if target in NAMED_TARGETS:
         head = bundled(NAMED_TARGETS[target].head)
         return parse_specs([*_FROM_TEXT, *([head] if head else [])])

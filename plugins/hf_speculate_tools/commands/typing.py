@@ -139,11 +139,8 @@ def side_by_side(
     """Generates texts one after the other, and shows them side by side while they are written.
 
     Args:
-        console: console that shows them.
-        tokenizer: the target's.
         runs: title, style and generating function of each text. The function is called with a streamer, which also has
             `DraftTypist.add`.
-
     Returns:
         The texts with their times.
     """

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import RenderableType
 from rich.table import Table
-from torch import Tensor, nn
 
-from hf_speculate.errors import CheckpointError, SpeculateError, first_line
-from hf_speculate.files import user_path
-from hf_speculate.models import NAMED_TARGETS, GenerativeModel, unwrap
-from hf_speculate.scoring import quantization_label
-from hf_speculate.speculator import drafter_class_for, head_record, local_folder
+from hf_speculate.models import NAMED_TARGETS
+from hf_speculate.speculator import local_folder
 
 from ..check import (
     AcceptanceRates,
     HeadCheck,
-    HeadInUse,
-    HeadReader,
     check_head,
-    find_conditions,
-    measure_calibration,
-    write_texts,
+    has_other_template,
+    other_forms,
+    writable_folder,
+    write_calibration,
 )
 from ..commands import (
     Device,
     JsonOnly,
-    Prompt,
     PromptFiles,
     Raw,
     TargetDtype,
@@ -51,37 +41,6 @@ from ..commands import (
 )
 
 
-def check_checkpoint(
-    head: str | os.PathLike,
-    target: nn.Module,
-    prompts: Sequence[Tensor],
-    *,
-    depth: int = 5,
-    max_new_tokens: int = 64,
-    try_alternatives: bool | None = None,
-) -> HeadCheck:
-    """Measures the acceptance of a head on texts that the target writes, as stated and under other conventions.
-
-    Args:
-        head: folder, Hub id or GGUF file.
-        target: the model that the head was trained for.
-        prompts: token ids, int64 [S] each.
-        depth: tokens of the chain that is drafted at every position.
-        max_new_tokens: tokens that the target writes after each prompt.
-        try_alternatives: whether to try other conventions; None: only if acceptance is low.
-    Raises:
-        CheckpointError: the head is broken, or of a method that cannot be checked.
-        DrafterNotFoundError: there is no such head.
-        TargetMismatchError: the head belongs to another target.
-    """
-    model, folder = unwrap(target), local_folder(head)
-    reader = HeadReader(folder, model)  # a broken head fails before the target writes anything
-    record = head_record(folder, model)
-    texts = write_texts(model, prompts, max_new_tokens=max_new_tokens)
-    given: dict[str, Any] = {"depth": depth, "try_alternatives": try_alternatives, "record": record}
-    return check_head(reader, os.fspath(head), model, texts, **given)
-
-
 def check(
     head: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of an EAGLE, Medusa or one-pass head.")],
     target: Annotated[
@@ -90,9 +49,6 @@ def check(
             help=f"Model that the head was trained for: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)}."
         ),
     ],
-    adapter: Annotated[
-        str | None, typer.Option(help="PEFT adapter of the target: a folder or Hub id (default: none).")
-    ] = None,
     prompts: PromptFiles = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts of each file.")] = 16,
     raw: Raw = False,
@@ -111,7 +67,7 @@ def check(
         bool | None,
         typer.Option(
             "--conditions/--no-conditions",
-            help="Measure with another chat template, without adapter, dequantised (default: if acceptance is low).",
+            help="Measure with the chat template and without, thinking and not (default: if acceptance is low).",
         ),
     ] = None,
     calibrate: Annotated[
@@ -127,37 +83,30 @@ def check(
 ) -> None:
     """Diagnose a head whose drafts are rarely accepted.
 
-    It tries other conventions to read the head with, and other conditions of use: chat template, thinking, adapter,
-    quantisation, context length.
+    It tries other conventions to read the head with, and prompts with another chat template. It compares positions
+    before and beyond the context length in training.
     """
     if calibrate:
-        _writable(head)
+        writable_folder(head)
     prepare(threads)
-    on = find_device(device)
-    model, tokenizer = load_measured(target, dtype, on)
-    without_adapter = None
-    if adapter is not None:
-        model, without_adapter = _with_adapter(model, adapter)
-    chosen, ids, uses_template = tokenized_prompts(prompts, limit, tokenizer, raw)
-    found = check_checkpoint(
-        head, model, ids, depth=depth, max_new_tokens=max_new_tokens, try_alternatives=alternatives
-    )
-    name = str(model.dtype).removeprefix("torch.")
-    use = HeadInUse(
-        folder=local_folder(head),
-        options=found.fix,
+    model, tokenizer = _load(target, dtype, find_device(device))
+    uses_template = not raw and bool(tokenizer.chat_template)
+    chosen = [prompt for path in prompts or () for prompt in read_prompts(path, limit)]
+    chosen = chosen or builtin_prompts(limit, chat=uses_template)
+    ids = [each for _, each in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
+    if uses_template and has_other_template(local_folder(head), tokenizer):
+        say("note: the target's chat template is not the one that the head was trained with.", err=True)
+    found = check_head(
+        head,
+        model,
+        ids,
         depth=depth,
         max_new_tokens=max_new_tokens,
-        target=model,
-        tokenizer=tokenizer,
-        prompts=chosen,
-        ids=ids,
+        try_alternatives=alternatives,
+        other_forms=other_forms(chosen, ids, tokenizer, uses_template=uses_template),
+        try_forms=conditions,
         uses_template=uses_template,
-        load_dense=lambda: load_measured(target, name, on, dense=True)[0],
-        without_adapter=without_adapter,
     )
-    findings = find_conditions(use, others=found.is_low if conditions is None else conditions)
-    found = replace(found, findings=findings)
     if calibrate:
         write_calibration(head, model, ids, max_new_tokens=max_new_tokens, **found.fix)
     if json_only:
@@ -169,82 +118,15 @@ def check(
         say(f"\n    {found.code}\n")
 
 
-def write_calibration(
-    head: str | os.PathLike, target: nn.Module, prompts: Sequence[Tensor], *, max_new_tokens: int = 64, **options: Any
-) -> None:
-    """Writes a head's calibration table (`calibration.json`) into its folder.
-
-    With it the policy of a new process begins with what was measured here.
-
-    Args:
-        head: a local folder.
-        target: the model that the head drafts for.
-        prompts: token ids, int64 [S] each.
-        max_new_tokens: tokens that the target writes after each prompt.
-        options: conventions that the head is read with.
-    Raises:
-        CheckpointError: `head` is not a local folder, or cannot be written to.
-    """
-    model, folder = unwrap(target), _writable(head)
-    drafter = drafter_class_for(folder).from_folder(folder, model, **options)
-    table = measure_calibration(model, drafter, prompts, max_new_tokens=max_new_tokens)
-    try:
-        table.save(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
-
-
-def _writable(head: str | os.PathLike) -> str:
-    """The folder of a head, if a table can be written there."""
-    folder = user_path(head)
-    if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is not a local folder: calibration.json is written next to a head's files.")
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(f"calibration.json cannot be written to {folder}: permission denied.")
-    return folder
-
-
-def load_measured(target: str, dtype: str, device: torch.device, dense: bool = False) -> tuple[Any, Any]:
-    """Loads a target and its tokenizer; texts end where the target's own texts end.
-
-    Args:
-        target: folder, GGUF file, Hub id, or a name of `NAMED_TARGETS`.
-        dtype: name of a dtype, or "auto".
-        dense: whether to dequantise the target.
-    """
-    model, tokenizer = load_target(target, dtype, device, gguf_backend="dense" if dense else "auto")
-    if dense and quantization_label(model):
-        model: Any = model.dequantize()
-    # No head was trained on text after the target's end of text.
+def _load(target: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """Loads a target and its tokenizer; texts end where the target's own end, as those that heads are trained on."""
+    model, tokenizer = load_target(target, dtype, device)
     of_config: Any = model.config.get_text_config(decoder=True).eos_token_id
     of_tokenizer: Any = tokenizer.eos_token_id
     ends = {*(of_config if isinstance(of_config, list | tuple) else [of_config]), of_tokenizer} - {None}
     model.generation_config.eos_token_id = sorted(ends) or None
     model.generation_config.pad_token_id = min(ends, default=0)
     return model, tokenizer
-
-
-def tokenized_prompts(
-    files: Sequence[Path] | None, limit: int, tokenizer: Any, raw: bool
-) -> tuple[list[Prompt], list[Tensor], bool]:
-    """Prompts of files, or the built-in ones; their tokens, int64 [S] each; whether a chat template was applied."""
-    uses_template = not raw and bool(tokenizer.chat_template)
-    chosen = [prompt for path in files or () for prompt in read_prompts(path, limit)]
-    chosen = chosen or builtin_prompts(limit, chat=uses_template)
-    return chosen, [ids for _, ids in tokenize(chosen, tokenizer, use_chat_template=uses_template)], uses_template
-
-
-def _with_adapter(target: Any, adapter: str) -> tuple[GenerativeModel, Callable[[], AbstractContextManager[Any]]]:
-    """The target with a PEFT adapter around it, and a context manager that switches the adapter off."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise SpeculateError("--adapter needs PEFT: pip install peft.") from error
-    try:
-        adapted: Any = PeftModel.from_pretrained(target, user_path(adapter)).eval()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise SpeculateError(f"cannot load the adapter {adapter}: {first_line(error)}") from error
-    return unwrap(adapted), adapted.disable_adapter
 
 
 def as_json(found: HeadCheck) -> dict[str, Any]:

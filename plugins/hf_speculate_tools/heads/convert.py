@@ -1,4 +1,4 @@
-"""`hf-speculate convert`: writes a head in another published layout."""
+"""`hf-speculate convert`: writes a head in another published layout, or in the one that a serving engine reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import typer
 
 from hf_speculate.drafting import SavedHead
-from hf_speculate.errors import CheckpointError
+from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import user_path
 from hf_speculate.models import NAMED_TARGETS
 from hf_speculate.speculator import drafter_class_for, local_folder
@@ -20,6 +20,7 @@ from hf_speculate_plugins.checkpoints import LoadedTarget, LoadReport, TargetFil
 
 from ..commands import JsonOnly, say, say_json, target_path
 from ..hub import card_facts, copy_origins, rename_card, write_card
+from .engines import EngineName, check_target, served_layout, start_command
 
 
 def convert_checkpoint(
@@ -49,8 +50,11 @@ def convert_checkpoint(
         DrafterNotFoundError: there is no such source or target.
         TargetMismatchError: the head belongs to another target.
     """
-    check_out_type(out_type, layout)
-    path = check_destination(destination)
+    if out_type is not None and layout != "llama.cpp":
+        raise CheckpointError(f"the type of the matrices can be chosen for llama.cpp; {layout!r} keeps the head's.")
+    path = Path(user_path(destination))
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
     folder = local_folder(source)
     drafter = drafter_class_for(folder)
     convert_folder = getattr(drafter, "convert", None)
@@ -71,26 +75,6 @@ def convert_checkpoint(
     return saved, report
 
 
-def check_out_type(out_type: str | None, layout: str) -> None:
-    """Raises `CheckpointError` for a type of matrices that does not exist, or that a layout has no choice of."""
-    if out_type is None:
-        return
-    if layout != "llama.cpp":
-        raise CheckpointError(f"the type of the matrices can be chosen for llama.cpp; {layout!r} keeps the head's.")
-    from hf_speculate_gguf import OUT_TYPES  # a slow import that other layouts do without
-
-    if out_type not in OUT_TYPES:
-        raise CheckpointError(f"unknown type {out_type!r} of matrices; possible: {', '.join(OUT_TYPES)}.")
-
-
-def check_destination(destination: str | os.PathLike) -> Path:
-    """The path of a folder to write; raises `CheckpointError` unless it is absent or empty."""
-    path = Path(user_path(destination))
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
-    return path
-
-
 def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
     if isinstance(target, TargetFiles):
         return target
@@ -106,12 +90,16 @@ def convert(
     source: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of a head, in any known layout.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write; it must be absent or empty.")],
     layout: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Layout to write. EAGLE: safeailab, specforge (SGLang), speculators (vLLM), compact, llama.cpp. "
+            help="Layout to write. EAGLE: safeailab, specforge, speculators, compact, llama.cpp. "
             "Medusa: fasterdecoding, vllm. One-pass heads: zlab, deepspec, speculators, llama.cpp."
         ),
-    ],
+    ] = None,
+    engine: Annotated[
+        EngineName | None,
+        typer.Option("--for", help="Write the layout that this engine reads, and print the command that starts it."),
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -123,12 +111,27 @@ def convert(
     ] = None,
     json_only: JsonOnly = False,
 ) -> None:
-    """Convert a head to another project's file layout.
+    """Convert a head to another project's file layout, or for a serving engine.
 
     The report names every key of the source and where it went.
     """
-    saved, report = convert_checkpoint(source, destination, layout, target, out_type=outtype)
+    if (layout is None) == (engine is None):
+        raise SpeculateError("pass one of --layout and --for.")
+    files = None if target is None else _files_of(target)
+    if engine is not None:
+        folder = local_folder(source)
+        layout = served_layout(engine, drafter_class_for(folder).describe(folder).algorithm)
+        if files is not None:
+            check_target(engine, files.text_config.model_type)
+    assert layout is not None
+    saved, report = convert_checkpoint(source, destination, layout, files, out_type=outtype)
+    found = {**asdict(saved), "destination": str(destination), "keys": asdict(report)}
+    started = ""
+    if engine is not None:
+        served = saved.base_model if target is None else target_path(target)
+        found["command"] = start_command(engine, saved.algorithm, user_path(destination), served)
+        started = f"\n\n{found['command']}"
     if json_only:
-        say_json({**asdict(saved), "destination": str(destination), "keys": asdict(report)})
+        say_json(found)
     else:
-        say(f"{report}\nwritten to {destination} in the {saved.layout} layout")
+        say(f"{report}\nwritten to {destination} in the {saved.layout} layout{started}")

@@ -107,10 +107,8 @@ def rename_card(
 ) -> bool:
     """Rewrites a generated card for a head with a new name or layout; figures, notes and metadata stay.
 
-    Args:
-        base_model: see `write_card`; None: the one that the card names.
-        algorithm, layout, repo_id: see `write_card`.
-        source: folder of the card (default: `folder`).
+    The card is that of `source` (default: of `folder`). Without `base_model` the target stays the one that it names.
+
     Returns:
         False if there is no card, or a person wrote it; nothing was written then.
     """

@@ -46,9 +46,6 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
     These are the drafter's own (`Drafter.files`), the card and `ORIGINS`; no other file is looked at. A link in the
     place of an optional file is left out with a warning.
 
-    Args:
-        folder: folder of the head.
-        origins_only: whether to leave out the drafter's own files and the card.
     Raises:
         CheckpointError: no drafter recognises the folder; a file of the drafter's is a link, a pipe or a device.
     """
@@ -65,10 +62,8 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
 
 
 def copy_published(files: Mapping[str, Path], destination: str | os.PathLike, **added: Any) -> None:
-    """Copies files; provenance and recipe are written again, with their allowed fields.
+    """Copies files; provenance and recipe are written again, with their allowed fields and those of `added`.
 
-    Args:
-        added: further fields of the provenance.
     Raises:
         CheckpointError: the provenance cannot be read.
     """
@@ -98,19 +93,13 @@ def check_public(folder: str | os.PathLike, saved: SavedHead) -> None:
 
 
 def copy_origins(source: str | os.PathLike, folder: str | os.PathLike, **added: Any) -> None:
-    """Copies the origin of a head (`ORIGINS`) from `source` to `folder`.
-
-    Args:
-        added: further fields of the provenance.
-    """
+    """Copies the origin of a head (`ORIGINS`) from `source` to `folder`, with further fields of the provenance."""
     copy_published(published_files(source, origins_only=True), folder, **added)
 
 
 def card_facts(folder: str | os.PathLike, saved: SavedHead | None = None) -> dict[str, Any]:
     """Arguments of `write_card` for a trained head, from its files and its provenance.
 
-    Args:
-        saved: the head that was just written; None: the drafter describes the folder.
     Raises:
         CheckpointError: no drafter recognises the folder.
     """

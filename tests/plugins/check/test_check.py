@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from functools import cache
@@ -20,13 +19,13 @@ from hf_speculate.drafting import CalibrationTable, DraftRequest, DraftState
 from hf_speculate.errors import CheckpointError, SpeculateError, TargetMismatchError
 from hf_speculate.stats import HeadRecord
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, write_head
-from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
+from hf_speculate_plugins.medusa import MedusaDrafter
 from hf_speculate_plugins.medusa.saving import write_heads
 from hf_speculate_tools import cli
-from hf_speculate_tools.check import AcceptanceRates, HeadCheck, write_texts
+from hf_speculate_tools.check import AcceptanceRates, HeadCheck, check_head, write_calibration, write_texts
 from hf_speculate_tools.check.acceptance import replayed
 from hf_speculate_tools.check.search import Trial
-from hf_speculate_tools.heads.check import as_json, check_checkpoint, write_calibration
+from hf_speculate_tools.heads.check import as_json
 
 from ...support.block_heads import random_block
 from ...support.eagle_chains import chain_logits
@@ -120,7 +119,7 @@ def relabelled(good_head, tmp_path):
 
 
 def check(folder, **kwargs) -> HeadCheck:
-    return check_checkpoint(folder, target(), prompts(), **{"depth": CHAIN, "max_new_tokens": 48, **kwargs})
+    return check_head(folder, target(), prompts(), **{"depth": CHAIN, "max_new_tokens": 48, **kwargs})
 
 
 class TestMeasure:
@@ -211,46 +210,16 @@ def test_golden_fitted_head_is_found_out_of_its_mislabelled_copies(golden_root, 
     fitted = [torch.tensor(run["prompt"]) for run in meta["e2e_eagenerate"] if max(run["accept_lengths"]) >= 3][:3]
     assert fitted
     source = golden_root / name / "head"
-    stated = check_checkpoint(source, model, fitted, depth=3, max_new_tokens=40)
+    stated = check_head(source, model, fitted, depth=3, max_new_tokens=40)
     copy_of = tmp_path / "head"
     shutil.copytree(source, copy_of)
     config = json.loads((copy_of / "config.json").read_text())
     wrong = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}}  # as outputs of layers: one too low
     (copy_of / "config.json").write_text(json.dumps(config | wrong))
-    found = check_checkpoint(copy_of, model, fitted, depth=3, max_new_tokens=40, try_alternatives=True)
+    found = check_head(copy_of, model, fitted, depth=3, max_new_tokens=40, try_alternatives=True)
     assert found.stated.mean_length < stated.stated.mean_length
     assert found.fix["feature_layers"] == [2, 4, 5]
     assert found.best.mean_length == pytest.approx(stated.stated.mean_length)
-
-
-# --- Medusa ----------------------------------------------------------------------------------------------------------
-
-
-def permutation_model() -> tuple[LlamaForCausalLM, list[torch.Tensor]]:
-    """A target that maps token v to perm[v], and output matrices that say perm^1, perm^2, … of the state of v.
-
-    The final norm has a weight that tells states before it from those after it.
-    """
-    model = copy.deepcopy(target())
-    generator = torch.Generator().manual_seed(1)
-    perm = torch.randperm(VOCAB, generator=generator)
-    scale = torch.ones(HIDDEN)
-    scale[::2] = -1
-    model.model.norm.weight.data = scale
-    state = torch.randn(VOCAB, HIDDEN, generator=generator)
-    state = state / state.norm(dim=-1, keepdim=True)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    model.model.embed_tokens.weight.data = state
-    matrices, power = [], perm
-    for _ in range(5):
-        matrix = torch.zeros(VOCAB, HIDDEN)
-        matrix[power] = state * scale
-        matrices.append(matrix)
-        power = perm[power]
-    model.lm_head.weight.data = matrices[0]
-    return model, matrices
 
 
 @pytest.mark.parametrize(
@@ -286,20 +255,26 @@ def drafter_of(kind, model, folder):
     return random_block(kind, model)
 
 
-class TestMedusa:
-    def save(self, folder, matrices) -> Path:
-        num = len(matrices)
-        heads = MedusaHeads(torch.zeros(num, 1, HIDDEN, HIDDEN), None, torch.stack(matrices))
-        write_heads(folder, heads, "vllm", vocab_size=VOCAB)
-        return folder
+def test_chains_are_no_deeper_than_medusa_has_heads(tmp_path):
+    write_heads(tmp_path / "head", random_heads(4), "vllm", vocab_size=VOCAB)
+    found = check_head(tmp_path / "head", tiny_target(), prompts(), depth=9, max_new_tokens=20)
+    assert len(found.stated.by_depth) == 4
 
-    def check(self, folder, model) -> HeadCheck:
-        return check_checkpoint(folder, model, prompts(), max_new_tokens=30)
 
-    def test_good_heads(self, tmp_path):
-        model, matrices = permutation_model()
-        found = self.check(self.save(tmp_path / "head", matrices[1:4]), model)
-        assert (found.verdict, found.stated.by_depth) == ("plausible", (1.0, 1.0, 1.0))
+def test_a_form_of_the_prompts_that_drafts_better_is_named(good_head):
+    """The head was fitted to the texts after `prompts()`."""
+    generator = torch.Generator().manual_seed(7)
+    unknown = [torch.randint(3, VOCAB, (6,), generator=generator) for _ in range(5)]
+    given = {"depth": CHAIN, "max_new_tokens": 48, "uses_template": True}
+    forms = {"without the chat template": prompts()}
+    found = check_head(good_head, target(), unknown, other_forms=forms, try_forms=True, **given)
+    (finding,) = found.findings
+    assert (finding.kind, list(finding.acceptance)) == (
+        "chat template",
+        ["with the chat template", "without the chat template"],
+    )
+    assert "it was trained on texts without the chat template" in found.message
+    assert check_head(good_head, target(), prompts(), other_forms=forms, try_forms=True, **given).findings == ()
 
 
 class TestCommand:
@@ -355,7 +330,7 @@ class TestCommand:
             check(target_folder)
         other = LlamaForCausalLM(LlamaConfig(**{**target().config.to_dict(), "hidden_size": 64, "head_dim": 16}))
         with pytest.raises(TargetMismatchError, match="hidden size 32"):
-            check_checkpoint(good_head, other, prompts())
+            check_head(good_head, other, prompts())
         with pytest.raises(SpeculateError, match="wrote too little"):
             check(good_head, max_new_tokens=3)
 

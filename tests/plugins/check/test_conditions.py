@@ -1,31 +1,19 @@
-"""`check` names what lowers acceptance beside conventions, and only where the difference is clear over prompts."""
+"""`check` names what lowers acceptance besides conventions, and only where the difference is clear over prompts."""
 
 from __future__ import annotations
 
-import copy
 import json
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from hf_speculate.errors import SpeculateError
-from hf_speculate_tools import cli
-from hf_speculate_tools.check import HeadInUse, find_conditions
-from hf_speculate_tools.check.conditions import Measured, compare
+from hf_speculate_tools.check import has_other_template, other_forms
+from hf_speculate_tools.check.conditions import Measured, compare, compare_positions
 from hf_speculate_tools.commands import Prompt, chat_ids
 
-from ...support.adapters import perturbed
-from ...support.models import build_tiny_model
-from ...support.paths import REPOSITORY
 
-
-PYTHON = REPOSITORY / "plugins" / "hf_speculate_tools" / "commands" / "python_prompts.jsonl"
-EXAMPLES = REPOSITORY / "examples"
+PROMPTS = [Prompt("chat", text) for text in ("a", "bc", "def")]
 
 
 def measured(*accepted, name="as it is used"):
@@ -34,14 +22,14 @@ def measured(*accepted, name="as it is used"):
 
 
 def compared(now, other, **options):
-    return compare("adapter", now, other, "is lower now", **options)
+    return compare("chat template", now, other, "is lower now", **options)
 
 
 class TestCompare:
     def test_only_a_lower_acceptance_is_named(self):
         now, other = measured(1, 2, 3, 2), measured(2, 3, 4, 3, name="without it")
         found = compared(now, other)
-        assert (found.kind, found.gain) == ("adapter", 1.0)
+        assert (found.kind, found.gain) == ("chat template", 1.0)
         assert found.sigmas == pytest.approx(20)
         assert found.message == (
             "3.00 tokens per round as it is used, 4.00 without it (1.00 apart, 20 sigma): is lower now"
@@ -66,19 +54,6 @@ class TestCompare:
         assert compared(now, measured(2, 3, 4, 3, 5)).sigmas == pytest.approx(20)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scripted(HeadInUse):
-    """Accepted tokens by the condition's name, the same for every chain of a prompt."""
-
-    accepted: dict[str, int | tuple[int, ...]]
-    seen: list[str] = field(default_factory=list)
-
-    def measure(self, name, ids, target=None):
-        self.seen.append(name)
-        values = self.accepted.get(name, 2)
-        return measured(*([values] * len(ids) if isinstance(values, int) else values), name=name)
-
-
 class Switching:
     """A tokenizer whose template has the switch of thinking models; off unless asked for."""
 
@@ -95,78 +70,31 @@ class Switching:
         return Encoded
 
 
-def scripted(tmp_path, accepted, kind=Scripted, **changes):
-    tokenizer = Switching()
-    prompts = [Prompt("chat", text) for text in ("a", "bc", "def", "ghij", "klmno", "p")]
-    given = {
-        "folder": str(tmp_path),
-        "depth": 5,
-        "max_new_tokens": 20,
-        "target": build_tiny_model(),
-        "tokenizer": tokenizer,
-        "prompts": prompts,
-        "ids": [tokenizer(f"<user>{prompt.content}").input_ids[0] for prompt in prompts],
-        "uses_template": True,
-        "load_dense": lambda: "dequantised",
-        "accepted": accepted,
-    }
-    return kind(**given | changes)
+class TestForms:
+    def test_prompts_are_formed_as_they_may_have_been_in_training(self):
+        tokenizer = Switching()
+        plain = [tokenizer(prompt.content).input_ids[0] for prompt in PROMPTS]
+        chats = [chat_ids(prompt.messages, tokenizer) for prompt in PROMPTS]
+        forms = other_forms(PROMPTS, chats, tokenizer, uses_template=True)
+        assert list(forms) == ["without the chat template", "with enable_thinking=True"]
+        assert all(map(torch.equal, forms["without the chat template"], plain))
+        forms = other_forms(PROMPTS, plain, tokenizer, uses_template=False)
+        assert list(forms) == ["with the chat template"]
+        assert all(map(torch.equal, forms["with the chat template"], chats))
 
+    def test_without_a_template_there_is_one_form(self):
+        tokenizer = Switching()
+        tokenizer.chat_template = None
+        assert other_forms(PROMPTS, [], tokenizer, uses_template=False) == {}
 
-def found(tmp_path, accepted, **changes):
-    use = scripted(tmp_path, accepted, **changes)
-    return {finding.kind: finding.message for finding in find_conditions(use, others=True)}, use.seen
-
-
-def packed_model():
-    packed = copy.deepcopy(build_tiny_model())
-    packed.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    return packed
-
-
-class TestConditions:
-    def test_nothing_is_named_where_nothing_differs(self, tmp_path):
-        findings, seen = found(tmp_path, {})
-        assert findings == {}
-        assert seen == ["as it is used", "without the chat template", "with enable_thinking=True"]
-
-    def test_template(self, tmp_path, caplog):
-        findings, _ = found(tmp_path, {"without the chat template": 4})
-        assert list(findings) == ["chat template"]
-        assert "3.00 tokens per round with the chat template, 5.00 without" in findings["chat template"]
-        findings, seen = found(tmp_path, {"with the chat template": 4}, uses_template=False)
-        assert "it was trained on texts with the chat template" in findings["chat template"]
-        assert "with enable_thinking=True" not in seen
-
-    def test_the_heads_own_template_is_compared_and_not_run(self, tmp_path, caplog):
+    def test_the_heads_own_template_is_compared_and_not_run(self, tmp_path):
         provenance = tmp_path / "provenance.json"
-        provenance.write_text(json.dumps({"chat_template": Switching.chat_template}))
-        found(tmp_path, {})
-        assert not caplog.messages
-        provenance.write_text(json.dumps({"chat_template": "{{ 1 / 0 }}"}))
-        assert found(tmp_path, {})[0] == {}
-        assert caplog.messages == ["the target's chat template is not the one that the head was trained with."]
+        for template, is_other in ((Switching.chat_template, False), ("{{ 1 / 0 }}", True), (None, False)):
+            provenance.write_text(json.dumps({"chat_template": template}))
+            assert has_other_template(str(tmp_path), Switching()) == is_other
 
-    def test_thinking(self, tmp_path):
-        findings, _ = found(tmp_path, {"with enable_thinking=True": 4})
-        assert "trained on answers with enable_thinking=True" in findings["thinking"]
 
-    def test_adapter(self, tmp_path):
-        findings, seen = found(tmp_path, {"without it": 3}, without_adapter=nullcontext, target=packed_model())
-        assert "was trained for the target without this adapter" in findings["adapter"]
-        assert "dequantised" not in seen
-
-    def test_quantisation(self, tmp_path):
-        findings, _ = found(tmp_path, {"dequantised": 4}, target=packed_model())
-        assert "as bitsandbytes (4 bit), 5.00 dequantised" in findings["quantisation"]
-
-    def test_a_target_that_cannot_be_dequantised_is_left_out(self, tmp_path):
-        def refuse():
-            raise SpeculateError("too large")
-
-        findings, seen = found(tmp_path, {}, target=packed_model(), load_dense=refuse)
-        assert (findings, "dequantised" in seen) == ({}, False)
-
+class TestContext:
     @pytest.mark.parametrize(
         ("name", "content", "what"),
         [
@@ -174,55 +102,17 @@ class TestConditions:
             ("config.json", {"max_position_embeddings": 20}, "the head's max_position_embeddings"),
         ],
     )
-    def test_context(self, tmp_path, name, content, what):
-        class Long(Scripted):
-            def measure(self, name, *_):
-                after = self.accepted.get("after", 1)
-                return Measured(name, (torch.tensor([3] * 10 + [after] * 10),) * 6, (10,) * 6, 5)
-
+    def test_a_lower_acceptance_beyond_a_limit_is_named(self, tmp_path, name, content, what):
         (tmp_path / name).write_text(json.dumps(content))
-        (finding,) = find_conditions(scripted(tmp_path, {}, Long), others=False)
+        falling, even = (Measured("", (torch.tensor([3] * 10 + [after] * 10),) * 6, (10,) * 6, 5) for after in (1, 3))
+        finding = compare_positions(falling, str(tmp_path))
         assert (finding.kind, {rates.num_positions for rates in finding.acceptance.values()}) == ("context", {60})
         figures = "2.00 tokens per round from position 20 on, 4.00 before position 20 (2.00 apart, 35 sigma)"
         assert finding.message == f"{figures}: 20 is {what}."
-        assert find_conditions(scripted(tmp_path, {"after": 3}, Long), others=False) == ()
+        assert compare_positions(even, str(tmp_path)) is None
 
     @pytest.mark.parametrize("value", [[1], {}, -5, 10**30, True, "x"])
     def test_lengths_that_are_none(self, tmp_path, value):
         (tmp_path / "provenance.json").write_text(json.dumps({"recipe": {"data": {"max_length": value}}}))
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": value}))
-        assert found(tmp_path, {})[0] == {}
-
-
-def test_a_chat_template_that_raises_is_one_error():
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "pycoder")
-    for template, message in (("{{ 1 / 0 }}", "division by zero"), ("{% for %}", "Expected an expression")):
-        tokenizer.chat_template = template
-        with pytest.raises(SpeculateError, match=f"the target's chat template refuses this chat: {message}"):
-            chat_ids([{"role": "user", "content": "a"}], tokenizer)
-
-
-class TestCommand:
-    def run(self, *arguments):
-        given = ["check", EXAMPLES / "pycoder-eagle3", "--target", EXAMPLES / "pycoder", *arguments]
-        return CliRunner().invoke(cli.app, [*map(str, given), "--no-alternatives", "--json"])
-
-    def test_an_adapter(self, tmp_path):
-        peft = pytest.importorskip("peft")
-        model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "pycoder")
-        config = peft.LoraConfig(r=4, lora_alpha=80, target_modules=["v_proj", "down_proj"], init_lora_weights=False)
-        torch.manual_seed(0)
-        perturbed(peft.get_peft_model(model, config)).save_pretrained(tmp_path)
-        arguments = ["--prompts", PYTHON, "--limit", 8, "--max-new-tokens", 32, "--adapter", tmp_path, "--conditions"]
-        result = self.run(*arguments)
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
-        finding = next(finding for finding in found["findings"] if finding["kind"] == "adapter")
-        assert set(finding["acceptance"]) == {"with the adapter", "without it"}
-        assert found["verdict"] == "explained"
-
-    def test_an_adapter_that_is_none(self, tmp_path):
-        pytest.importorskip("peft")
-        result = self.run("--adapter", tmp_path)
-        assert result.exit_code == 1
-        assert result.stderr.startswith("hf-speculate: error: cannot load the adapter")
+        assert compare_positions(measured(1, 2, 3, 2), str(tmp_path)) is None

@@ -402,6 +402,6 @@ def test_a_file_needs_the_targets_tokenizer(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer"):
         EagleFiles.convert(folder, tmp_path / "out", "llama.cpp")
     drafter = EagleDrafter.from_folder(folder, target())
-    with pytest.raises(CheckpointError, match="hf-speculate export"):
+    with pytest.raises(CheckpointError, match="hf-speculate convert"):
         drafter.save_pretrained(tmp_path / "out", "llama.cpp")
     assert not (tmp_path / "out").exists()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator
@@ -25,6 +27,7 @@ from hf_speculate_plugins.medusa.saving import write_heads
 from hf_speculate_tools import cli
 from hf_speculate_tools.heads.convert import convert_checkpoint
 
+from ...support.llamacpp import write_target
 from ...support.paths import REPOSITORY, SHARED
 
 
@@ -329,6 +332,57 @@ class TestCommand:
         assert (tmp_path / "b" / "README.md").exists()
 
 
+EXAMPLES = REPOSITORY / "examples"
+
+
+class TestForEngines:
+    @pytest.mark.parametrize(
+        ("engine", "head", "layout", "flags"),
+        [
+            ("vllm", "pycoder-eagle3", "speculators", {}),
+            (
+                "sglang",
+                "pycoder-eagle3",
+                "specforge",
+                {"--speculative-algorithm": "EAGLE3", "--speculative-eagle-topk": "4", "--speculative-num-steps": "5"},
+            ),
+            ("llama.cpp", "pycoder-dspark", "llama.cpp", {"--spec-type": "draft-dspark", "--spec-draft-n-max": "5"}),
+        ],
+    )
+    def test_it_writes_the_layout_and_prints_the_command(self, tmp_path, engine, head, layout, flags):
+        folder, target = tmp_path / "it's a folder", EXAMPLES / "pycoder"
+        if engine == "llama.cpp":
+            model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+            write_target(tmp_path / "target.gguf", model, AutoTokenizer.from_pretrained(target), "q8_0")
+            target = tmp_path / "target.gguf"
+        arguments = ["convert", str(EXAMPLES / head), str(folder), "--for", engine, "--target", str(target), "--json"]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        words = shlex.split(found["command"])
+        assert (found["layout"], str(target) in words) == (layout, True)
+        assert flags.items() <= dict(pairwise(words)).items()
+        heads = {"vllm": "--speculative-config", "sglang": "--speculative-draft-model-path", "llama.cpp": "-md"}
+        named = words[words.index(heads[engine]) + 1]
+        assert (json.loads(named)["model"] if engine == "vllm" else named).startswith(str(folder))
+
+    @pytest.mark.parametrize(
+        ("head", "engine", "options", "said"),
+        [
+            ("pycoder-medusa", "sglang", (), "serves heads of eagle3, eagle, not of medusa; none of the other engines"),
+            ("pycoder-dspark", "vllm", (), "not of dspark; possible: --for llama.cpp"),
+            ("pycoder-eagle3", "llama.cpp", ("--target", str(EXAMPLES / "pycoder")), "no states of 'qwen2' models"),
+            ("pycoder-eagle3", "vllm", ("--outtype", "q8_0"), "'speculators' keeps the head's"),
+            ("pycoder-eagle3", "vllm", ("--layout", "compact"), "pass one of --layout and --for"),
+        ],
+    )
+    def test_what_an_engine_cannot_serve_is_refused(self, tmp_path, head, engine, options, said):
+        arguments = ["convert", str(EXAMPLES / head), str(tmp_path / "out"), "--for", engine, *options]
+        result = CliRunner().invoke(cli.app, arguments)
+        assert (result.exit_code, said in result.stderr) == (1, True), result.stderr
+        assert not (tmp_path / "out").exists()
+
+
 class TestOrigins:
     """A head takes its origin along into another layout."""
 
@@ -344,9 +398,7 @@ class TestOrigins:
         assert card.text.partition("## Measured")[2] == kept.text.partition("## Measured")[2]
         assert "`specforge` layout), made for `pycoder`" in card.text
 
-    @pytest.mark.parametrize(("alias", "layout"), [("vllm", "speculators"), ("sglang", "specforge")])
-    def test_layouts_by_who_reads_them(self, tmp_path, alias, layout):
+    def test_a_layout_is_also_called_by_who_reads_it(self, tmp_path):
         source = REPOSITORY / "examples" / "pycoder-eagle3"
-        saved, _ = convert_checkpoint(source, tmp_path / "head", alias, REPOSITORY / "examples" / "pycoder")
-        assert saved.layout == layout
-        assert EagleDrafter.describe(str(tmp_path / "head")).layout == layout
+        saved, _ = convert_checkpoint(source, tmp_path / "head", "vllm", REPOSITORY / "examples" / "pycoder")
+        assert saved.layout == EagleDrafter.describe(str(tmp_path / "head")).layout == "speculators"

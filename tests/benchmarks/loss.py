@@ -1,10 +1,11 @@
-"""`bench loss`: costs of speculation on text that drafts badly, with drafters that are never right."""
+"""Costs of speculation on text that drafts badly, with drafters that are never right."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -13,21 +14,8 @@ from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
 from hf_speculate.speculator import Speculator, SpeculatorSpec
 from hf_speculate.testing import EmptyDrafter, RandomDrafter
-
-from ..commands import (
-    HARD_PROMPTS,
-    Grid,
-    Limit,
-    NewTokens,
-    Repeats,
-    check_counts,
-    check_temperatures,
-    make_spec,
-    progress,
-    spread,
-)
-from .methods import AcceptanceProfile, Method, Texts, eager_method, speculator_method
-from .runs import (
+from hf_speculate_tools.bench.methods import Method, Texts, eager_method, speculator_method
+from hf_speculate_tools.bench.runs import (
     TimedRun,
     against_plain,
     batches,
@@ -38,9 +26,14 @@ from .runs import (
     plain_texts,
     seconds_by_repeat,
 )
-from .workload import WorkloadSettings, describe_target, load_workload
+from hf_speculate_tools.bench.workload import WorkloadSettings, describe_target, load_workload
+from hf_speculate_tools.commands import Grid, Limit, NewTokens, Repeats, check_temperatures, make_spec, progress, spread
+
+from .command import run
+from .scripted import AcceptanceProfile
 
 
+HARD_PROMPTS = Path(__file__).with_name("hard_prompts.jsonl")
 # Drafter -> its drafts; none is ever right.
 BAD_DRAFTERS = {
     "random": "trees of random tokens, up to 12, of a new shape every round",
@@ -51,7 +44,7 @@ BAD_DRAFTERS = {
 
 @dataclass(kw_only=True)
 class LossSettings(WorkloadSettings):
-    """Options of `bench loss`; without `speculators`, only bad drafters are measured."""
+    """Options; without `speculators`, only bad drafters are measured."""
 
     QUICK: ClassVar = {"max_new_tokens": 64, "repeats": 1}
 
@@ -89,7 +82,6 @@ class LossSettings(WorkloadSettings):
 
     def check(self) -> None:
         """Raises `SpeculateError` for values that cannot be measured."""
-        check_counts(max_new_tokens=self.max_new_tokens, repeats=self.repeats, limit=self.limit)
         check_temperatures(self.temperature)
         if self.hard and self.prompts:
             raise SpeculateError("--hard are prompts of its own; --prompts names others. Take one of the two.")
@@ -202,3 +194,7 @@ def _method(name: str, drafter: Drafter, settings: LossSettings) -> Method:
 
 def _without_drafter_prefill(run: TimedRun) -> float:
     return run.seconds - (run.stats.drafter_prefill_seconds if run.stats else 0.0)
+
+
+if __name__ == "__main__":
+    run(LossSettings, bench_loss, tables)

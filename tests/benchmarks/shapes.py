@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
+from hf_speculate_tools.bench.workload import Workload
+from hf_speculate_tools.commands import find_device, find_dtype
 
 
 # Embeddings are large compared with what the layers add, so every step repeats the last token by a wide margin.
 # Rounding then never changes the text that a script was made from.
 _EMBEDDING_STD = 4.0
 _STD = 0.02
+_PROMPT_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,13 @@ SHAPES = {
 }
 
 
+Shape = Annotated[str, typer.Option(help=f"Shape of the random weights: {', '.join(SHAPES)}.")]
+Layers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of layers, if the whole shape does not fit into memory (default: all)."),
+]
+
+
 def find_shape(name: str) -> ModelShape:
     """A shape by name; raises `SpeculateError`."""
     if name not in SHAPES:
@@ -81,3 +93,19 @@ def random_prompt(length: int, vocab_size: int, seed: int = 1) -> Tensor:
     """Random token ids, int64 [1, length]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab_size, (1, length), generator=generator)
+
+
+def shape_workload(name: str, layers: int | None, dtype: str, device: str | None) -> Workload:
+    """Random weights of a shape, and a random prompt of 256 tokens.
+
+    Args:
+        layers: number of layers, fewer than the shape has; None for all.
+        dtype: name of a dtype; "auto" is bfloat16.
+        device: name of a device; None for the accelerator if there is one.
+    """
+    shape = find_shape(name).with_layers(layers)
+    return Workload(
+        name=f"{name} shape of {shape.num_hidden_layers} layers, random weights",
+        model=shape.build(find_dtype("bfloat16" if dtype == "auto" else dtype), find_device(device)),
+        prompts=[("random", random_prompt(_PROMPT_LENGTH, shape.vocab_size)[0])],
+    )

@@ -1,4 +1,4 @@
-"""Costs of single forwards: what `doctor` and the benchmarks weigh a draft against."""
+"""Costs of single forwards, which the benchmarks weigh a draft against."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import Scorer, exact_scorer, exact_sizes
 from hf_speculate.tree import DraftTree
-
-from ..commands import timed
+from hf_speculate_tools.commands import timed
 
 
 def prefilled_cache(model: GenerativeModel, prompt: Tensor) -> DynamicCache:

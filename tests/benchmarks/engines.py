@@ -1,7 +1,6 @@
 """Other engines on the same GGUF file: each is a process of another interpreter that has its package.
 
-`bench generate --llama-cpp` runs llama.cpp: llama-cpp-python, which compiles it for the machine, or xllamacpp, a wheel
-of it and its server.
+llama.cpp comes as llama-cpp-python, which `make llama-cpp` compiles for the machine.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import typer
 from torch import Tensor
 
 from hf_speculate.errors import SpeculateError
-
-from .methods import Method
+from hf_speculate_tools.bench.methods import Method
 
 
 LlamaCppPython = Annotated[
@@ -31,7 +29,7 @@ LlamaCppPython = Annotated[
     typer.Option(
         "--llama-cpp",
         metavar="PYTHON",
-        help="Also measure llama.cpp on the same GGUF file, with this Python, which has llama-cpp-python or xllamacpp.",
+        help="Also measure llama.cpp on the same GGUF file, with this Python, which has llama-cpp-python.",
     ),
 ]
 
@@ -53,13 +51,11 @@ class EngineKind:
     methods: dict[str, str]
 
 
-# llama.cpp's other kinds that need no model remember earlier requests: with every prompt measured several times, they
-# would draft its own answer.
 LLAMA_CPP = EngineKind(
     "llama.cpp",
     "--llama-cpp",
     Path(__file__).with_name("llamacpp_worker.py"),
-    {"llama.cpp": "none", "llama.cpp, n-gram": "ngram_simple"},
+    {"llama.cpp": "none"},
 )
 
 
@@ -77,7 +73,6 @@ class OtherEngine:
         speculation: "none", or a kind that the engine has.
     Attributes:
         version: name and version of its package.
-        drafts: whether that package drafts as it was asked to; if not, it answers nothing.
     """
 
     device = torch.device("cpu")
@@ -94,9 +89,7 @@ class OtherEngine:
         except OSError as error:
             self._messages.close()
             raise SpeculateError(f"{kind.option} {python}: {error}") from error
-        ready = self._answer()
-        self.version: str = ready["version"]
-        self.drafts: bool = ready.get("drafts", True)
+        self.version: str = self._answer()["version"]
 
     def __enter__(self) -> OtherEngine:
         return self
@@ -159,7 +152,5 @@ def engine_methods(pythons: Mapping[EngineKind, str | None], path: str, context:
                 raise SpeculateError(f"{kind.option} runs GGUF files; the target is {path}.")
             for name, speculation in kind.methods.items():
                 engine = OtherEngine(kind, python, path, torch.get_num_threads(), context, speculation)
-                stack.enter_context(engine)
-                if engine.drafts:
-                    methods.append(Method(name=name, kind="engine", model=engine))
+                methods.append(Method(name=name, kind="engine", model=stack.enter_context(engine)))
         yield methods
