@@ -24,7 +24,7 @@ from .masks import layer_types, layer_windows
 from .positions import has_length_dependent_rope, num_positions
 from .scoring import Forward, Nodes, Scorer
 from .structure import structure_key, unvouched_modules
-from .support import counts_along_cache, has_native_layers, outside_kernel
+from .support import counts_along_cache, has_native_layers
 from .walk import Sizes, Walk, depth_first, no_mask, walking
 
 
@@ -128,8 +128,6 @@ def _problem(model: GenerativeModel, cache: Cache) -> str:
         return "RoPE depends on the longest position"
     if prompt_learning(model):
         return "a prompt-learning adapter is in effect"
-    if reason := outside_kernel(model):
-        return reason
     if torch.is_autocast_enabled(input_device(model).type):
         return "autocast is on"
     if attention not in ("sdpa", "eager") and not has_native_layers(model):

@@ -65,22 +65,5 @@ def counts_along_cache(model: GenerativeModel) -> str:
 
 
 def has_native_layers(model: GenerativeModel) -> bool:
-    """Whether a kernel computes layers of `model` (`native.fused`). It rounds otherwise than modules."""
-    return any(_are_native(model))
-
-
-def outside_kernel(model: GenerativeModel) -> str:
-    """The reason why not all layers of a model with native ones are computed by the kernel; "" if they are."""
-    are_native = _are_native(model)
-    if not any(are_native) or all(are_native):
-        return ""
-    return (
-        f"layer {are_native.index(False)} is not computed by the kernel: it has no form for it, or a hook or an "
-        "adapter is on one of its modules"
-    )
-
-
-def _are_native(model: GenerativeModel) -> list[bool]:
-    decoder: Any = model.get_decoder()
-    layers = getattr(decoder, "layers", ())
-    return [bool(getattr(vars(layer).get("forward"), "is_native", False)) for layer in layers]
+    """Whether a kernel computes the layers of `model`, which nothing has changed. It rounds otherwise than modules."""
+    return bool(getattr(vars(model.get_decoder()).get("forward"), "is_native", False))

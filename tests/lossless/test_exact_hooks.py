@@ -133,12 +133,3 @@ def test_requests_are_exact_or_refused(tmp_path, needs_kernel, name, with_adapte
     counts = outcomes(target, range(100 * part, 100 * part + (12 if part == 0 else 40)), with_adapter)
     assert not counts["differs"], counts
     assert counts["equal"], counts
-
-
-def test_a_hook_in_a_layer_that_the_kernel_computes_is_named(tmp_path, needs_kernel):
-    model = packed(tmp_path / "packed.gguf", "native")
-    model.model.layers[1].mlp.register_forward_hook(looks)
-    with pytest.raises(UnsupportedRequestError, match=r"layer 1 is not computed by the kernel.*a hook"):
-        model.generate(
-            random_prompt(4), speculator=Speculator(ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE), exact=True)
-        )

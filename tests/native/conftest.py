@@ -11,7 +11,6 @@ from filelock import FileLock
 
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native import binding as native
-from hf_speculate_gguf.native.layers import CallStructure
 
 from ..support.packed import write_model
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
@@ -80,16 +79,13 @@ def write(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Layers in each native call."""
-    counts, library = [], native.library()
+    """One entry for each native call that has computed a model."""
+    found, library = [], native.library()
+    step = library.step
 
-    def counting(run):
-        def count(address):  # a step begins with the call of its layers
-            counts.append(CallStructure.from_address(address).num_layers)
-            return run(address)
+    def count(address):
+        found.extend([1] * (done := step(address)))
+        return done
 
-        return count
-
-    for name in ("run_layers", "step"):
-        monkeypatch.setattr(library, name, counting(getattr(library, name)))
-    return counts
+    monkeypatch.setattr(library, "step", count)
+    return found

@@ -12,7 +12,6 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_speculate import Speculator
-from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import ScriptedDrafter, lossless
 from hf_speculate_gguf.native.forwards import fuse
 
@@ -24,8 +23,6 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("needs_kernel", "unchecked_shapes")
 
 PROMPT, NEW_TOKENS, VOCAB_SIZE = ids(1, 9), 12, 97
-WHOLE, ALONE = 3, 1
-"""Layers in a native call: all of them, or one."""
 
 
 def adapted(model, targets: str | list[str] = "all-linear", layers=None, name="default"):
@@ -72,7 +69,7 @@ def test_texts_are_those_without_the_adapter(backend, way, load, calls):
             assert torch.equal(text_of(target), expected)
             for exact in (False, True):
                 assert torch.equal(text_of(target, speculator_for(expected, exact)), expected)
-        assert set(calls) == {WHOLE}
+        assert set(calls) == {1}
         calls.clear()
     target.base_model.enable_adapter_layers()
     target.set_adapter("default")
@@ -100,25 +97,22 @@ def test_modules_around_the_layers_and_norms(targets, load, calls):
     calls.clear()
     with target.disable_adapter():
         assert torch.equal(text_of(target, speculator_for(expected, exact=True)), expected)
-    assert set(calls) == {WHOLE}
+    assert set(calls) == {1}
     assert torch.equal(text_of(target), with_it)
 
 
-def test_layers_without_an_active_adapter_are_computed_one_by_one(load, calls):
-    """An adapter on one layer, and a second one on another: each is off where it has no weights."""
+def test_adapters_on_other_layers_are_switched(load, calls):
+    """Modules compute all layers while one of them is adapted, and the text is exact."""
     target = adapted(load(), ["q_proj", "v_proj"], [1], name="first")
     target.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"], layers_to_transform=[0, 2]))
-    for name, alone in (("first", 2), ("second", 1), ("first", 2)):
+    for name in ("first", "second", "first"):
         target.set_adapter(name)
-        calls.clear()
-        logits_of(target)
-        assert calls == [ALONE] * alone
-        with pytest.raises(UnsupportedRequestError, match=r"layer \d is not computed by the kernel.*adapter"):
-            text_of(target, speculator_for(PROMPT, exact=True))
-    calls.clear()
+        text = text_of(target)
+        assert torch.equal(text_of(target, speculator_for(text, exact=True)), text)
+        assert not calls
     with target.disable_adapter():
         logits_of(target)
-    assert calls == [WHOLE]
+    assert calls == [1]
 
 
 def test_one_layer_switched_on_again(load, calls):
@@ -132,7 +126,7 @@ def test_one_layer_switched_on_again(load, calls):
             each.get_base_model().model.layers[2].self_attn.v_proj.enable_adapters(True)
         calls.clear()
         torch.testing.assert_close(logits_of(target), logits_of(twin), rtol=1e-4, atol=2e-5)
-        assert calls == [ALONE] * 2
+        assert not calls
 
 
 class SwitchesOn:
@@ -179,7 +173,7 @@ def test_a_layer_of_peft_that_is_not_as_peft_made_it(change, load, calls):
         CHANGES[change](layer)
         calls.clear()
         logits_of(target)
-        assert calls == [ALONE] * 2
+        assert not calls
 
 
 def test_copies_see_adapters_come_on(load, calls):
@@ -200,7 +194,7 @@ def test_copies_see_adapters_come_on(load, calls):
                 with other.disable_adapter():
                     calls.clear()
                     torch.testing.assert_close(logits_of(other), off)
-                    assert calls == ([WHOLE] if fuses and is_off else [ALONE] * 3)
+                    assert calls == ([1] if fuses and is_off else [])
 
 
 def test_adapters_that_are_removed_are_not_kept(load, calls):
@@ -213,7 +207,7 @@ def test_adapters_that_are_removed_are_not_kept(load, calls):
     calls.clear()
     logits_of(model)
     gc.collect()
-    assert calls == [WHOLE]
+    assert calls == [1]
     assert layer() is None
 
 

@@ -102,7 +102,6 @@ def test_quick_heads_are_near_the_modules(changes, calls):
     for each, other in zip(found, exact, strict=True):
         assert (each - other).norm() < 0.06 * other.norm()
     assert not torch.equal(found[1], exact[1])
-    assert forward.current_ranking().run(torch.randn(1, 2, 64), 3).columns.max() < 96
     head.layers[0].mlp.down_proj.weight.mul_(-2)
     changed, exact = states_and_entries(head, forward), states_and_entries(make_exact(head), None)
     for each, other in zip(changed, exact, strict=True):

@@ -1,4 +1,4 @@
-"""Dynamic trees by native calls are those that the modules draw."""
+"""Dynamic trees, each drawn in one native call, are those that the modules draw."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import sys
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TypicalLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from hf_speculate.drafting import DraftState
 from hf_speculate.verification import Noise
-from hf_speculate_gguf.native import NativeDraft, NativeRanking
+from hf_speculate_gguf.native import NativeDraft
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleHead, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward, NativeSteps
@@ -63,7 +70,7 @@ class Bench:
         )
 
     def trees(self, size=SIZE, **state):
-        """By native calls, and by the modules."""
+        """By the native call, and by the modules."""
         found = []
         native_steps = NativeSteps(self.loaded, self.reading, self.forward)
         for steps in (native_steps, PlainSteps(self.loaded, self.reading)):
@@ -83,10 +90,9 @@ class Bench:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Native calls so far, one for each level or one for a whole draft."""
-    found, run, grow = [], NativeRanking.run, NativeDraft.grow
-    monkeypatch.setattr(NativeRanking, "run", lambda self, *a: found.append("level") or run(self, *a))
-    monkeypatch.setattr(NativeDraft, "grow", lambda self, *a: found.append("draft") or grow(self, *a))
+    """Native drafts so far."""
+    found, grow = [], NativeDraft.grow
+    monkeypatch.setattr(NativeDraft, "grow", lambda self, *a: found.append(1) or grow(self, *a))
     return found
 
 
@@ -96,6 +102,68 @@ def test_trees_are_those_of_the_modules(changes, do_sample, calls):
     head = make_head(**changes)
     for batch_size, padded in ((1, False), (3, True)):
         Bench(head, batch_size, padded).check(calls, do_sample=do_sample)
+
+
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        [],
+        [TemperatureLogitsWarper(0.6)],
+        [TopKLogitsWarper(7)],
+        [TopPLogitsWarper(0.8)],
+        [MinPLogitsWarper(0.05)],
+        [TemperatureLogitsWarper(1.3), TopKLogitsWarper(12), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
+    ],
+    ids=str,
+)
+def test_a_sampled_request_is_drafted_as_its_warpers_have_it(warpers, calls):
+    Bench(make_head(), 2).check(calls, TreeSize(3, 4, 12), do_sample=True, warpers=LogitsProcessorList(warpers))
+
+
+def test_fewer_proposals_are_kept_than_are_wanted(calls):
+    """What a request never samples fills up the level, and no token is proposed twice."""
+    warpers = LogitsProcessorList([TopPLogitsWarper(0.01)])
+    tree, _ = Bench(make_head()).trees(TreeSize(1, 9, 9), do_sample=True, warpers=warpers)
+    assert calls
+    assert tree.values[0, 1:].isfinite().sum() == 1
+    assert len(set(tree.token_ids[0, 1:].tolist())) == 9
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE-1"])
+def test_quick_heads_draw_nearly_the_same(name, calls):
+    head = make_head(**SPECS[name])
+    _, expected = Bench(head).trees()
+    head.quicken()
+    tree, _ = Bench(head).trees()
+    assert calls == [1, 1]
+    torch.testing.assert_close(tree.values, expected.values, rtol=0.05, atol=0.2)
+
+
+@pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
+def test_a_draft_reads_the_entries_before_it(changes, calls):
+    head = make_head(**changes)
+    found = []
+    for steps_of in (NativeSteps, PlainSteps):
+        bench, generator = Bench(head, 2), torch.Generator().manual_seed(4)
+        tokens = torch.randint(0, 96, (2, 3), generator=generator)
+        features = [torch.randn(2, 3, 64, generator=generator) for _ in range(head.spec.num_features)]
+        if steps_of is NativeSteps:
+            steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
+            tree, root = steps.tree_after((tokens, features, [3, 3]), bench.state(), SIZE)
+        else:
+            steps = PlainSteps(bench.loaded, bench.reading)
+            root = steps.entries(tokens, head.fuse(features))[:, -1]
+            bench.reading.keep([3, 3])
+            tree = steps.tree(root, bench.state(), SIZE)
+        bench.reading.drop()
+        entries = [states for layer in bench.reading.cache.cache.layers for states in (layer.keys, layer.values)]
+        found.append((root, tree, entries))
+    (root, tree, entries), (expected_root, expected, expected_entries) = found
+    assert calls == [1]
+    torch.testing.assert_close(root, expected_root, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entries, expected_entries, rtol=1e-4, atol=1e-4)
+    assert tree.host.parents == expected.host.parents
+    assert torch.equal(tree.token_ids, expected.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -223,41 +291,8 @@ class TestPrompts:
         assert torch.equal(found, self.read(head, count, None, padded)[0])
 
 
-class TestOneCall:
-    """A whole draft in one call has the bits of the calls level by level."""
-
-    @pytest.fixture
-    def by_levels(self, monkeypatch):
-        """Switches the one call off."""
-        return lambda: monkeypatch.setattr(NativeForward, "is_one_call", False)
-
-    @staticmethod
-    def benches(make):
-        """Two that are alike."""
-        return make(), make()
-
-    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-    @pytest.mark.parametrize(("batch_size", "padded"), [(1, False), (3, False), (3, True)])
-    @pytest.mark.parametrize("num_yes", range(5))
-    def test_trees(self, batch_size, padded, do_sample, num_yes, calls, by_levels):
-        trees = []
-        for bench in self.benches(lambda: Bench(make_head(), batch_size, padded)):
-            asked = []
-            state = bench.state(do_sample, deepening=lambda *_, a=asked: a.append(1) or len(a) <= num_yes)
-            trees.append(NativeSteps(bench.loaded, bench.reading, bench.forward).tree(bench.root, state, SIZE))
-            by_levels()
-        assert calls == ["draft"] + ["level"] * min(num_yes + 1, SIZE.depth)
-        assert_same_bits(*trees)
-
-    def test_a_smaller_draft_vocabulary(self, calls, by_levels):
-        ids, trees = torch.arange(50) * 2 - torch.arange(50) // 10, []
-        for bench in self.benches(lambda: Bench(make_head(draft_vocab_size=50), target_ids=ids)):
-            steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
-            trees.append(steps.tree(bench.root, bench.state(do_sample=True), SIZE))
-            by_levels()
-        assert calls[0] == "draft"
-        assert set(calls[1:]) == {"level"}
-        assert_same_bits(*trees)
+class TestPending:
+    """Entries that were committed before a draft."""
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     @pytest.mark.parametrize("count", [1, 4])
@@ -273,7 +308,7 @@ class TestOneCall:
                 head.quicken()
             return Bench(head, batch_size)
 
-        one, other = self.benches(make)
+        one, other = make(), make()
         tokens = torch.arange(batch_size * count).view(batch_size, count) + 7
         generator = torch.Generator().manual_seed(4)
         features = [torch.randn(batch_size, count, 704, generator=generator).to(dtype) for _ in range(3)]
@@ -284,7 +319,7 @@ class TestOneCall:
         )
         assert bool(fused) is not is_quick
         assert drawn is not None
-        assert calls == ["draft"]
+        assert calls == [1]
         steps = NativeSteps(other.loaded, other.reading, other.forward)
         with torch.no_grad():
             hidden = steps.entries(tokens, other.loaded.head.fuse(features))[:, -1]

@@ -80,10 +80,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def modules_only(model):
     """The same weights, computed by the modules."""
-    twin = copy.deepcopy(model)
-    for layer in twin.model.layers:
-        layer.__dict__.pop("forward")
-    return twin
+    return copy.deepcopy(model)  # until `fuse`
 
 
 def ids(*shape: int, seed: int = 1) -> torch.Tensor:

@@ -6,7 +6,7 @@ backends       matrix products with packed weights, by the kernel or by torch
 modules        packed linear layers, fused projections and embeddings
 rounded        8-bit matrices for drafting; rounded_layers: the layers that use them
 forwards       whole models in one native call (step), with transformers' caches (caches); inputs: what they take
-fused          single decoder layers in one native call (layers, layer_parts, rows)
+layers         decoder layers for the kernel (layer_parts), and their rows; snapshot: changes of their modules
 weights        addresses of the weights; large_pages: their memory; angles: rotary embeddings
 draft          whole drafts of a head in one native call; ranking and growth: its parts
 """

@@ -65,7 +65,7 @@ class Library:
 
     Attributes:
         kinds: number of each block type and dense type in the kernel.
-        run_layers, find_runs, move, step, rank, grow, see, cut, draft, ask_for_large_pages, look_up, team_size,
+        run_layers, find_runs, move, step, cut, draft, ask_for_large_pages, look_up, team_size,
             set_threads: functions of the library; the modules of this package call them.
         bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
         multiplies_bytes: whether the CPU has instructions that multiply bytes.
@@ -96,9 +96,6 @@ class Library:
             ("hfs_layers", flag, (pointer,)),
             ("hfs_move", None, (pointer, size, pointer, pointer, size)),
             ("hfs_step", integer, (pointer,)),
-            ("hfs_rank", integer, (pointer,)),
-            ("hfs_grow", None, (pointer,) * 3),
-            ("hfs_see", size, (pointer, pointer, pointer, size, pointer, pointer)),
             ("hfs_cut", flag, (pointer, size, pointer, pointer, pointer)),
             ("hfs_draft", integer, (pointer,)),
         ):
@@ -106,8 +103,7 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
         self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
-        self.rank, self.grow = functions.hfs_rank, functions.hfs_grow
-        self.see, self.cut, self.draft = functions.hfs_see, functions.hfs_cut, functions.hfs_draft
+        self.cut, self.draft = functions.hfs_cut, functions.hfs_draft
         self.look_up = functions.hfs_look_up
         self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
         self._functions = functions

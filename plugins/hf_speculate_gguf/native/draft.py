@@ -1,7 +1,6 @@
-"""Whole drafts of EAGLE-3 heads in one native call each: the call reads new committed entries and grows the trees.
+"""Whole drafts of EAGLE heads in one native call each: the call reads new committed entries and grows the trees.
 
-The ctypes structure mirrors `kernel/draft.h`. The plain reference calls `TreeRows`, `NativeRanking` and `NativeGrowth`
-level by level.
+The ctypes structure mirrors `kernel/draft.h`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from torch import Tensor, nn
 
 from . import binding
 from .growth import NativeGrowth
+from .layer_parts import matrix_of, rounded, rounds_inputs
 from .layers import CallStructure
+from .modules import PackedMatrix
 from .ranking import NativeRanking, RankingStructure, Sampling
 from .rounded import RoundedMatrix
 from .rounded_layers import RoundedForward
 from .rows import TreeRows
-from .weights import MatrixStructure, fields, fill_embeddings, fill_matrix
+from .weights import MatrixStructure, fields, fill_embeddings, fill_matrix, parameters_of, unpacked
 
 
 _MOST_FEATURES = 8
@@ -41,7 +42,7 @@ class _DraftStructure(ctypes.Structure):
         ("num_pending", ctypes.c_int64),
         *fields(ctypes.c_void_p, "pending_tokens", "pending_states"),
         *fields(ctypes.c_int64, "num_features"),
-        *(("features", ctypes.c_void_p * _MOST_FEATURES), ("fusing", MatrixStructure)),
+        *(("features", ctypes.c_void_p * _MOST_FEATURES), ("fusing", MatrixStructure), ("joining", MatrixStructure)),
         *fields(ctypes.c_void_p, "root", "offsets", "runs"),
         ("goes_on", _Ask),
     ]
@@ -85,16 +86,26 @@ class NativeDraft:
     """The native part of the drafts of one request.
 
     Attributes:
-        rows: rows of the trees, with the head's layers. The first layer joins embeddings.
+        rows: rows of the trees, with the head's layers.
         ranking: norm and output matrix after the layers.
         embeddings: embedding module of the head.
         angles: cosines and sines of every position, [positions, D] each, contiguous.
+        joining: matrix that projects embeddings and states together (`joining_of`); None: the first layer joins them.
     """
 
     rows: TreeRows
     ranking: NativeRanking
     embeddings: nn.Module
     angles: tuple[Tensor, Tensor]
+    joining: PackedMatrix | nn.Linear | None
+
+    @staticmethod
+    def joining_of(projection: nn.Module, dtype: torch.dtype) -> PackedMatrix | nn.Linear | None:
+        """The matrix of EAGLE-1's projection, in 8 bits if it drafts in them; None if the kernel cannot use it."""
+        matrix = rounded(projection) if "forward" in vars(projection) else matrix_of(projection)
+        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features != 2 * matrix.out_features:
+            return None
+        return matrix if all(weight.dtype is dtype for weight in unpacked(parameters_of([matrix]))) else None
 
     @staticmethod
     def looks_up(embeddings: nn.Module, dtype: torch.dtype) -> bool:
@@ -119,7 +130,7 @@ class NativeDraft:
             pending: committed entries to read first, already counted by `rows`; None for none.
             positions: position id of the next entry of each row.
             sampling: warpers of the request.
-            noise: function from a level to its log noise (`NativeRanking.run`).
+            noise: function from a level to its log noise (`NativeRanking.call`).
             goes_on: function that is called after each level and returns whether to draft another one.
 
         Returns:
@@ -140,6 +151,8 @@ class NativeDraft:
         # any address: it only requests normed states
         draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None
         draft.layers.num_keys = self.rows.num_before
+        if self.joining is not None:
+            fill_matrix(draft.joining, self.joining)
         if pending is not None:
             pending.fill(draft)
             draft.layers.num_keys -= draft.num_pending

@@ -18,23 +18,25 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import output_capturing
 
 from hf_speculate.cache import as_cache
-from hf_speculate.scoring import base_module, effective_module
+from hf_speculate.scoring import base_module, effective_module, grouped_sdpa
 from hf_speculate.tree import TreeMask
 
 from .angles import FIXED_ROPE, AngleTable
 from .caches import Room
 from .crew import Crew
-from .fused import FusedForward, Snapshot, base_modules, fuse_layers, is_captor, is_stock_attention
 from .inputs import LAYER_TYPES, Inputs
 from .layer_parts import parts_of
+from .snapshot import Snapshot, base_modules, is_captor
 from .step import Angles, NativeStep, Scored, TextRows, num_positions
 
 
@@ -42,14 +44,14 @@ from .step import Angles, NativeStep, Scored, TextRows, num_positions
 _READERS = (output_capturing.__name__, "hf_speculate")
 
 
-def fuse(model: Any) -> int:
-    """Lets the kernel compute as much as it can of a packed causal LM. Returns the number of its layers that it
-    computes."""
-    decoder, forwards = model.model, fuse_layers(model.model)
-    if forwards and len(forwards) == len(decoder.layers):
-        whole = _Whole(model, forwards)
-        decoder.forward, model.forward = DecoderForward(decoder, whole), CausalForward(model, whole)
-    return len(forwards)
+def fuse(model: Any) -> bool:
+    """Lets the kernel compute a packed causal LM; returns whether it can."""
+    decoder = model.model
+    if any(parts_of(layer) is None for layer in decoder.layers):
+        return False
+    whole = _Whole(model)
+    decoder.forward, model.forward = DecoderForward(decoder, whole), CausalForward(model, whole)
+    return True
 
 
 class _NativeForward:
@@ -60,15 +62,17 @@ class _NativeForward:
         whole: packed model with its weights; None lets the modules compute.
     """
 
-    is_native = True
-    """A mark that this replaced forward is ours and changes nothing."""
-
     def __init__(self, module: Any, whole: _Whole | None):
         self.module, self._whole = module, whole
 
     def __getstate__(self):
         """The state of a copy, in which the modules compute."""
         return {"module": self.module, "_whole": None}
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the kernel computes the model, as nothing in it was changed. Only forwards of ours have this name."""
+        return self._whole is not None and self._whole.is_untouched()
 
     @cached_property
     def __signature__(self) -> inspect.Signature:
@@ -141,12 +145,10 @@ class _Whole:
 
     Args:
         model: causal LM whose layers the kernel can all compute.
-        forwards: fused forwards of the layers.
     """
 
-    def __init__(self, model: Any, forwards: Sequence[FusedForward]):
-        self._model, self._decoder = model, model.model
-        self._layers, self._forwards = [forward.layer for forward in forwards], forwards
+    def __init__(self, model: Any):
+        self._model, self._decoder, self._layers = model, model.model, list(model.model.layers)
         decoder, layers = self._decoder, self._layers
         around = map(base_module, (decoder.embed_tokens, decoder.norm, decoder.rotary_emb, model.lm_head))
         inner = [module for layer in layers for module in base_modules(layer)]
@@ -176,7 +178,7 @@ class _Whole:
         if inputs is None:
             return None
         is_known = check is not None and check.holds()
-        step = check.step if check is not None and is_known else self._checked_step(config, check)
+        step = check.step if check is not None and is_known else self._checked_step(check)
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
             return None
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
@@ -194,9 +196,9 @@ class _Whole:
         self._show(scored)
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
-    def _checked_step(self, config: Any, check: _ModelCheck | None) -> NativeStep | None:
+    def _checked_step(self, check: _ModelCheck | None) -> NativeStep | None:
         """The weights if the model was not changed. The result is noted within `undisturbed`."""
-        step = self._current_step() if self._is_untouched(config) else None
+        step = self._current_step() if self.is_untouched() else None
         if check is not None and step is not None:
             check.note(step)
         return step
@@ -217,17 +219,18 @@ class _Whole:
             if before is not None:
                 self._checks[thread] = before
 
-    def _is_untouched(self, config: Any) -> bool:
+    def is_untouched(self) -> bool:
         """Whether everything is as loaded, and hooks on layers only read outputs."""
+        config = self._decoder.config
         return (
             (type(self._model).forward, type(self._decoder).forward) == self._stock
             and type(vars(self._decoder).get("forward")) is DecoderForward
-            and all(vars(layer).get("forward") is own for layer, own in zip(self._layers, self._forwards, strict=True))
+            and not any("forward" in vars(layer) for layer in self._layers)
             and not any(self._others)
             and (not any(self._taps) or all(_only_reads(hook) for hooks in self._taps for hook in hooks.values()))
             and not any(layer.training for layer in self._layers)
             and output_capturing._active_collector.get() is None
-            and is_stock_attention(config)
+            and _is_stock_attention(config)
             and not config.output_attentions
             and config.num_hidden_layers == len(self._layers)
             and getattr(config, "final_logit_softcapping", None) is None
@@ -324,6 +327,14 @@ def _selected(scored: Scored, wanted: Any, config: Any) -> tuple[Tensor | None, 
     return tuple(
         (last if index == count - 1 else scored.states[index]) if index in chosen else None for index in range(count)
     )
+
+
+def _is_stock_attention(config: Any) -> bool:
+    """Whether the configured attention is one that the kernel computes."""
+    attention = config._attn_implementation
+    if attention == "sdpa":
+        return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"] in (grouped_sdpa, sdpa_attention_forward)
+    return attention == "eager"
 
 
 def _only_reads(hook: Any) -> bool:

@@ -76,36 +76,6 @@ class NativeGrowth:
         """Number of proposed levels; the last one is the frontier."""
         return self._structure.num_levels
 
-    def extend(self, shares: Float[Tensor, "B F K"], columns: Int[Tensor, "B F K"]) -> None:
-        """Adds the children of the frontier (F = K), at first those of the root (F = 1); at most `depth` times.
-
-        Args:
-            shares, columns: log-probabilities and columns of the children (`NativeRanking.run`).
-        """
-        self._library.grow(self.address, shares.data_ptr(), columns.data_ptr())
-
-    def sight(self, before: tuple[Tensor, Tensor], num_before: int) -> tuple[Tensor, Tensor]:
-        """The entries that the frontier sees, in the form of `NativeLayers.run`.
-
-        Args:
-            before: entries before the tree that each row sees, as runs (`find_sight` with one query a row).
-            num_before: number of entries before the tree.
-        """
-        offsets, runs = before
-        num_nodes = self.tokens.numel()
-        found = torch.empty(num_nodes + 1, dtype=torch.int32)
-        most = len(runs) * self._structure.width + num_nodes * self.num_levels
-        found_runs = torch.empty(most, 2, dtype=torch.int32)
-        self._library.see(
-            self.address,
-            offsets.data_ptr(),
-            runs.data_ptr(),
-            num_before,
-            found.data_ptr(),
-            found_runs.data_ptr(),
-        )
-        return found, found_runs
-
     def best(
         self, root_ids: Int[Tensor, " B"], most: int
     ) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B n"], Float[Tensor, "B n"]]:

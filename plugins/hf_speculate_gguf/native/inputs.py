@@ -15,7 +15,6 @@ from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.tree import TreeMask
 
 from .caches import Room
-from .fused import only_stock_is_asked
 from .layers import MOST_ROWS, Sight
 from .rows import is_intercepted, num_hidden, sight_of
 from .step import TextRows
@@ -45,12 +44,15 @@ class Inputs:
         uses_cache, returns_dict = take("use_cache"), take("return_dict")
         texts = take("input_ids"), take(CACHE_NAME), take("attention_mask"), take("position_ids")
         found = cls(*texts, take("output_hidden_states"))
-        is_plain = named.get("inputs_embeds") is None and only_stock_is_asked(named)
+        is_plain = (
+            named.get("inputs_embeds") is None and not named.get("output_attentions") and "is_causal" not in named
+        )
         if not isinstance(found.cache, Cache | None):
             return None
         if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
             return None  # positions may mean that several texts are in one row
-        return found if is_plain and returns_dict is not False and _served(found.ids) else None
+        is_plain = is_plain and returns_dict is not False and not named.get("output_attentions")
+        return found if is_plain and _served(found.ids) else None
 
     def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
         """The rows of the forward; None if the kernel does not take these positions or masks."""

@@ -1,4 +1,4 @@
-"""The ranking of tokens by a head's states in one native call: norm, output matrix, noise, best softmax shares.
+"""The ranking of tokens by a head's states: norm, output matrix, noise, best softmax shares.
 
 The ctypes structure mirrors `kernel/ranking.h`.
 """
@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -68,21 +68,6 @@ class Sampling:
         return cls(**{name: getattr(warper, name) for name, warper in zip(known, warpers, strict=True)})
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """The proposals of a head.
-
-    Attributes:
-        shares: float32, log-probabilities of the best columns under a softmax over all, best first.
-        columns: int64, the best columns.
-        fed_back: states that the next draft step takes.
-    """
-
-    shares: Float[Tensor, "B N K"]
-    columns: Int[Tensor, "B N K"]
-    fed_back: Float[Tensor, "B N H"]
-
-
 class NativeRanking:
     """The computation after the last layer of a head.
 
@@ -109,7 +94,6 @@ class NativeRanking:
         num_columns: int | None = None,
     ):
         self._weights = WeightsInPlace(_modules(matrix, norm))
-        self._library = binding.library()
         self.feeds_back_normed, self.num_columns = feeds_back_normed, num_columns or matrix.out_features
         self._fixed = RankingStructure(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
         self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
@@ -149,45 +133,20 @@ class NativeRanking:
         """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""
         return self._weights.are_current()
 
-    def call(self, log_noise: Float[Tensor, "B C"] | None = None, sampling: Sampling | None = None) -> RankingStructure:
-        """A call structure without states; the arguments are those of `run`."""
+    def call(self, log_noise: Float[Tensor, "B C"] | None, sampling: Sampling) -> RankingStructure:
+        """A call structure without states.
+
+        Args:
+            log_noise: log noise, float32, contiguous, subtracted from the scores; it limits their columns to its own.
+                None when greedy.
+            sampling: warpers that are applied to the scores first.
+        """
         call = RankingStructure.from_buffer_copy(self._fixed)  # a copy, because threads share a head
-        sampling = sampling or Sampling()
         call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
         call.log_noise = None if log_noise is None else log_noise.data_ptr()
         call.num_columns = self.num_columns if log_noise is None else log_noise.shape[-1]
         call.top_k, call.threads = sampling.top_k, torch.get_num_threads()
         return call
-
-    def run(
-        self,
-        states: Float[Tensor, "B N H"],
-        most: int,
-        log_noise: Float[Tensor, "B C"] | None = None,
-        sampling: Sampling | None = None,
-    ) -> Ranked | None:
-        """The best `most` columns of every node; None if scores are not finite.
-
-        Args:
-            states: states of the head, contiguous, of `dtype`.
-            log_noise: log noise, float32, contiguous, subtracted from the scores; it limits their columns to its own.
-                None when greedy.
-            sampling: warpers that are applied to the scores first; None for none.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
-        shape = states.shape[:2]
-        shares, columns = torch.empty(*shape, most), torch.empty(*shape, most, dtype=torch.long)
-        normed = torch.empty_like(states) if self.feeds_back_normed else None
-        call = self.call(log_noise, sampling)
-        call.x, call.normed = states.data_ptr(), None if normed is None else normed.data_ptr()
-        call.batch_size, call.num_nodes = shape
-        call.most, call.shares, call.columns = most, shares.data_ptr(), columns.data_ptr()
-        done = self._library.rank(ctypes.addressof(call))
-        if done < 0:
-            raise MemoryError(f"no memory to rank {call.num_columns} tokens for {shape.numel()} states")
-        return Ranked(shares, columns, states if normed is None else normed) if done else None
 
 
 def _modules(matrix: nn.Module, norm: nn.Module | None) -> list[nn.Module]:

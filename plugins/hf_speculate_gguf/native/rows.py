@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hf_speculate.cache import PreallocatedLayer, SlidingLayer
 
 from .caches import appendable_layers, make_room
-from .growth import MOST_WIDTH, NativeGrowth
+from .growth import MOST_WIDTH
 from .layers import MOST_ROWS, Entries, NativeLayers, Sight, batch_parts, find_sight, part_of
 
 
@@ -103,18 +103,6 @@ class TreeRows:
     buffers: Sequence[Entries]
     num_before: int
     sight_before: tuple[Tensor, Tensor]
-
-    def run(
-        self,
-        growth: NativeGrowth,
-        inputs: Float[Tensor, "B F H"],
-        rotary: tuple[Float[Tensor, "B F D"], Float[Tensor, "B F D"]],
-        second: Float[Tensor, "B F H"] | None,
-    ) -> Float[Tensor, "L B F H"]:
-        """The outputs of every layer for the frontier. All inputs must be contiguous."""
-        num_keys = self.num_before + growth.num_levels * inputs.shape[1]
-        sight = growth.sight(self.sight_before, self.num_before)
-        return self.layers.run(inputs, rotary, self.buffers, num_keys, sight, second)
 
 
 def tree_rows(

@@ -1,14 +1,13 @@
 """The layers of a head in one native call, on a CPU that has the kernel, and drafts that are one call.
 
 A level of a draft is a few rows of a small model: as modules it is fifty operations of microseconds, whose calls cost
-more than their arithmetic. The modules stay the reference, and run where the kernel does not. A draft of EAGLE-3 is one
-call, which also reads the entries committed before it. EAGLE-1 projects embeddings and states together and takes three
-calls a level: for layers, ranking and growth. They are the reference of the one call; their reference is `PlainSteps`.
+more than their arithmetic. The modules stay the reference, and run where the kernel does not. A draft is one call. It
+also reads the entries committed before it. Its reference is `PlainSteps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -29,7 +28,6 @@ from hf_speculate_gguf.native import (
     NativeRanking,
     PendingEntries,
     Sampling,
-    TreeRows,
     has_kernel,
     new_rows,
     served,
@@ -39,7 +37,7 @@ from hf_speculate_gguf.native import (
 from ..heads import LoadedHead, Reading
 from .head import EagleHead, EntryLayer
 from .spec import TreeSize
-from .steps import Pending, PlainSteps, parent_states
+from .steps import Pending, PlainSteps
 
 
 class NativeForward:
@@ -102,18 +100,18 @@ class NativeForward:
         return self._head.embeddings
 
     @property
-    def is_one_call(self) -> bool:
-        """Whether the kernel computes what the first layer takes. (The call looks again.)"""
+    def looks_up(self) -> bool:
+        """Whether the kernel can look tokens up. (The call checks again.)"""
         if self._looked_up is None or self._looked_up[0] is not self.embeddings:
             self._looked_up = self.embeddings, NativeDraft.looks_up(self.embeddings, self._head.dtype)
-        return self._head.spec.version == 3 and self._looked_up[1]
+        return self._looked_up[1]
 
     def pending_entries(
         self, token_ids: Int[Tensor, "B J"], features: Sequence[Float[Tensor, "B J Ht"]]
     ) -> PendingEntries:
-        """Entries of an EAGLE-3 head as the one call reads them."""
+        """Entries as a draft's call reads them."""
         head, tokens = self._head, token_ids.contiguous()
-        is_plain = not (head.spec.fc_norm or head.spec.norm_before_fc)
+        is_plain = head.spec.version == 3 and not (head.spec.fc_norm or head.spec.norm_before_fc)
         fusing = PendingEntries.fusing_of(head.fc, len(features)) if is_plain else None
         if fusing is None or any(states.dtype != head.dtype or not states.is_cpu for states in features):
             return PendingEntries(tokens, [head.fuse(features).contiguous()])
@@ -187,10 +185,6 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
     )
 
 
-NoiseOf = Callable[[int], Tensor | None]
-"""Noise of a level, float32 [B, C], contiguous; None for a greedy request."""
-
-
 class NativeSteps(PlainSteps):
     """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request needs."""
 
@@ -207,7 +201,7 @@ class NativeSteps(PlainSteps):
     ) -> tuple[DraftTree, Tensor] | None:
         token_ids, features, lengths = pending
         has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
-        if has_holes or not self._forward.is_one_call:
+        if has_holes or not self._forward.looks_up:
             return None
         head = self._loaded.head
         states = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)  # no row keeps its `root`
@@ -225,12 +219,15 @@ class NativeSteps(PlainSteps):
 
         Args:
             root: states of the entry committed last; written to if entries are pending.
-            pending: entries that the one call reads first.
+            pending: entries that the call reads first.
         """
         forward, reading = self._forward, self._reading
         layers, ranking = forward.current_layers(), forward.current_ranking()
         sampling = Sampling.of(state.warpers if state.samples else ())
-        if layers is None or ranking is None or sampling is None:
+        head = self._loaded.head
+        joining = NativeDraft.joining_of(head.fc, head.dtype) if head.spec.version == 1 else None
+        is_joined = head.spec.version == 3 or joining is not None
+        if layers is None or ranking is None or sampling is None or not (is_joined and forward.looks_up):
             return None
 
         @cache  # the first level's is asked for its width, too
@@ -249,39 +246,10 @@ class NativeSteps(PlainSteps):
         def goes_on() -> bool:
             return state.goes_on(growth.values, growth.previous)
 
-        if forward.is_one_call:
-            starts = reading.next_positions()
-            angles = forward.angles(root, max(starts) + num_pending + growth.depth)
-            draft = NativeDraft(rows, ranking, forward.embeddings, angles)
-            is_grown = draft.grow(growth, root, pending, torch.tensor(starts), sampling, noise, goes_on)
-        else:
-            is_grown = self._grow_by_levels(growth, root, rows, ranking, sampling, noise, goes_on)
-        if not is_grown:
+        starts = reading.next_positions()
+        angles = forward.angles(root, max(starts) + num_pending + growth.depth)
+        draft = NativeDraft(rows, ranking, forward.embeddings, angles, joining)
+        if not draft.grow(growth, root, pending, torch.tensor(starts), sampling, noise, goes_on):
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)
-
-    def _grow_by_levels(
-        self,
-        growth: NativeGrowth,
-        root: Tensor,
-        rows: TreeRows,
-        ranking: NativeRanking,
-        sampling: Sampling,
-        noise: NoiseOf,
-        goes_on: Callable[[], bool],
-    ) -> bool:
-        """Grows the trees in three calls a level; False, and no committed entry changed, if the kernel cannot."""
-        width = growth.tokens.shape[1]
-        ranked = ranking.run(root[:, None].contiguous(), width, noise(0), sampling)
-        for level in range(1, growth.depth + 1):
-            if ranked is None:
-                return False
-            growth.extend(ranked.shares, ranked.columns)
-            if level == growth.depth or not goes_on():
-                break
-            states, second = self._forward.inputs(growth.tokens, parent_states(ranked.fed_back, growth.previous))
-            positions = self._reading.positions_at(torch.full((1, 1), level - 1)).expand(-1, width)
-            hidden = rows.run(growth, states, self._forward.rotary(states, positions), second)[-1]
-            ranked = ranking.run(hidden, width, noise(level), sampling)
-        return True

@@ -1,6 +1,6 @@
-// A whole draft of an EAGLE-3 head: reads the entries that a round committed, then drafts a tree level by level.
+// A whole draft of an EAGLE head: reads the entries that a round committed, then drafts a tree level by level.
 //
-// The plain reference is `NativeSteps` of the plug-ins, which makes a call for each of these steps.
+// The plain reference is `PlainSteps` of the plug-ins.
 #pragma once
 
 #include "growth.h"
@@ -25,6 +25,9 @@ struct Draft {
   int64_t num_features;
   const void* features[8];
   Matrix fusing;
+  // EAGLE-1: projects an embedding and a state together to the input of the first layer. Without tiles, the first layer
+  // joins them.
+  Matrix joining;
   void* root;  // states of the last committed entry [batch row, hidden]; computed if entries are pending
   const int32_t *offsets, *runs;  // runs of entries that each batch row sees, pending ones included
   bool (*goes_on)(int64_t level);  // asks whether to draft another level; sets its noise
@@ -42,8 +45,8 @@ template <class T> class DraftRun {
     const int64_t num_before = d.layers.num_keys + d.num_pending;
     if (d.num_pending) {
       if (!look_up(d.embeddings, d.pending_tokens, batch_size * d.num_pending, row, second)) return 0;
-      if (d.num_features && !fuse()) return -1;
-      if (!forward(d.num_pending, d.num_features ? fused : d.pending_states, 0, 1, num_before, nullptr, nullptr)) return -1;
+      if (d.num_features && !project(d.fusing, d.features, d.num_features, batch_size * d.num_pending)) return -1;
+      if (!forward(d.num_pending, d.num_features ? projected : d.pending_states, 0, 1, num_before, nullptr, nullptr)) return -1;
       for (int64_t b = 0; b < batch_size; b++)
         memcpy((T*)d.root + b * hidden, last() + ((b + 1) * d.num_pending - 1) * hidden, hidden * sizeof(T));
     }
@@ -70,28 +73,28 @@ template <class T> class DraftRun {
     const int64_t nodes = batch_size * width, rows = larger(nodes, batch_size * d.num_pending);
     const int64_t num_states = rows * hidden, num_angles = rows * head_dim;
     const int64_t num_runs = d.offsets[batch_size] * width + nodes * growth.depth, num_shares = nodes * width;
-    const int64_t num_fused = d.num_features ? batch_size * d.num_pending : 0;
+    const int64_t num_joined = rows * larger(d.fusing.in_features, d.joining.in_features);
     const int64_t values[] = {num_states, num_states, num_states, num_angles, num_angles, num_states * d.layers.num_layers,
-                              num_fused * d.fusing.in_features, num_fused * hidden};
+                              num_joined, num_joined ? num_states : 0};
     int64_t bytes = Scratch::rounded(hidden * sizeof(float)) + Scratch::rounded((nodes + 1) * sizeof(int32_t)) +
                     Scratch::rounded(2 * num_runs * sizeof(int32_t)) + Scratch::rounded(num_shares * sizeof(float)) +
                     Scratch::rounded(num_shares * sizeof(int64_t));
     for (int64_t each : values) bytes += Scratch::rounded(each * sizeof(T));
     if (!memory.reserve(bytes)) return false;
-    T** places[] = {&states, &second, &normed, &cos, &sin, &y, &joined, &fused};
+    T** places[] = {&states, &second, &normed, &cos, &sin, &y, &joined, &projected};
     for (int i = 0; i < 8; i++) *places[i] = memory.take<T>(values[i]);
     row = memory.take<float>(hidden), offsets = memory.take<int32_t>(nodes + 1), runs = memory.take<int32_t>(2 * num_runs);
     shares = memory.take<float>(num_shares), columns = memory.take<int64_t>(num_shares);
     return true;
   }
 
-  // Computes the states of the pending entries.
-  bool fuse() {
-    const int64_t count = batch_size * d.num_pending, columns = d.fusing.in_features, part = columns / d.num_features;
+  // Multiplies a matrix with rows that are put together from equal parts; writes `projected`.
+  bool project(const Matrix& matrix, const void* const* parts, int64_t num_parts, int64_t count) {
+    const int64_t columns = matrix.in_features, part = columns / num_parts;
     for (int64_t i = 0; i < count; i++)
-      for (int64_t f = 0; f < d.num_features; f++)
-        memcpy(joined + i * columns + f * part, (const T*)d.features[f] + i * part, part * sizeof(T));
-    return multiply(d.fusing, joined, count, fused, true, d.layers.threads);
+      for (int64_t n = 0; n < num_parts; n++)
+        memcpy(joined + i * columns + n * part, (const T*)parts[n] + i * part, part * sizeof(T));
+    return multiply(matrix, joined, count, projected, true, d.layers.threads);
   }
 
   // Runs `num_rows` entries of each batch row. The first is `first` positions after the next entry; `step` is the
@@ -102,6 +105,10 @@ template <class T> class DraftRun {
       const int64_t position = d.positions[i / num_rows] + first + i % num_rows * step;
       memcpy(cos + i * head_dim, (const T*)d.cos + position * head_dim, head_dim * sizeof(T));
       memcpy(sin + i * head_dim, (const T*)d.sin + position * head_dim, head_dim * sizeof(T));
+    }
+    if (const void* parts[] = {second, x}; d.joining.tiles) {
+      if (!project(d.joining, parts, 2, batch_size * num_rows)) return false;
+      x = projected;
     }
     Call& call = d.layers;
     call.x = x, call.second = second, call.y = y;
@@ -127,7 +134,7 @@ template <class T> class DraftRun {
   Growth& growth;
   const int64_t batch_size, width, hidden, head_dim;
   Scratch memory;
-  T *states, *second, *normed, *cos, *sin, *y, *joined, *fused;
+  T *states, *second, *normed, *cos, *sin, *y, *joined, *projected;
   float *row, *shares;
   int32_t *offsets, *runs;
   int64_t* columns;

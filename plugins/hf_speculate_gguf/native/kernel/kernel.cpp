@@ -171,16 +171,6 @@ void hfs_most_probable(const void* scores, int64_t rows, int64_t stride, int64_t
 // A whole forward; see `StepRun::work`.
 int hfs_step(Step* step) { return step->layers.is_bf16 ? StepRun<uint16_t>(*step).work() : StepRun<float>(*step).work(); }
 
-// The best children of every node of a level; see `rank`.
-int hfs_rank(const Ranking* call) { return call->is_bf16 ? rank<uint16_t>(*call) : rank<float>(*call); }
-
-void hfs_grow(Growth* growth, const float* shares, const int64_t* columns) { grow(*growth, shares, columns); }
-
-int64_t hfs_see(const Growth* growth, const int32_t* offsets_before, const int32_t* runs_before, int64_t num_before,
-                int32_t* offsets, int32_t* runs) {
-  return see(*growth, offsets_before, runs_before, num_before, offsets, runs);
-}
-
 // A whole draft; see `DraftRun::work`.
 int hfs_draft(Draft* draft) { return draft->layers.is_bf16 ? DraftRun<uint16_t>(*draft).work() : DraftRun<float>(*draft).work(); }
 

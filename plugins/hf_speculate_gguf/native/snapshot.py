@@ -1,0 +1,79 @@
+"""The state of a packed model's modules when it was loaded, to notice what the kernel would not know of.
+
+PEFT's layers do not count while they only pass results on (`effective_module`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import chain, repeat
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from transformers.utils import output_capturing
+
+from hf_speculate.scoring import adapter_layers_around, base_module, pass_on
+
+
+class Snapshot:
+    """The state of modules when they were loaded, to notice changes and hooks.
+
+    Children are noted without PEFT's layers around them, whose effect may change from forward to forward.
+
+    Args:
+        modules: modules that must not be watched or changed, without PEFT's layers.
+        parents: modules of which only the children must stay the same.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parents: Sequence[nn.Module] = ()):
+        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [module.__dict__ for module in modules]
+        self._children = [module._modules for module in (*modules, *parents) if module._modules]
+        self._children_before = _bases(self._children)
+        self._adapted = _NOT_ADAPTED
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        return (
+            (not any(self._hooks) or all(map(is_captor, chain.from_iterable(map(dict.values, self._hooks)))))
+            and not any(map(operator.contains, self._attributes, repeat("forward")))
+            and self._are_children_the_same()
+            and not torch_modules._global_forward_hooks
+            and not torch_modules._global_forward_pre_hooks
+        )
+
+    def _are_children_the_same(self) -> bool:
+        """Whether the children are those before, or in layers of PEFT that only pass results on."""
+        if self._children == self._children_before:
+            self._adapted = _NOT_ADAPTED  # keeps no adapters alive
+            return True
+        watched, known, layers = self._adapted
+        if not known or watched != known:
+            around = [adapter_layers_around(child) for of in self._children for child in of.values()]
+            layers = list(chain.from_iterable(around))
+            watched = [*self._children, *(layer._modules for layer in layers)]
+            layers = layers if _bases(self._children) == self._children_before else None
+            self._adapted = watched, [dict(of) for of in watched], layers
+        return layers is not None and pass_on(layers)
+
+
+_Children = list[dict[str, Any]]
+_NOT_ADAPTED: tuple[_Children, _Children, list[Any] | None] = [], [], None
+"""Children that were looked at, a copy of them, and the layers of PEFT around them; None if other modules changed."""
+
+
+def _bases(children: Sequence[dict[str, Any]]) -> _Children:
+    return [{name: base_module(child) for name, child in of.items()} for of in children]
+
+
+def base_modules(module: nn.Module) -> list[nn.Module]:
+    """All modules below another one, each once, without PEFT's layers."""
+    children = [base_module(child) for child in module.children()]
+    return list(dict.fromkeys(chain(children, *map(base_modules, children))))
+
+
+def is_captor(hook: Any) -> bool:
+    """Whether a hook is one of transformers' for collecting outputs."""
+    return getattr(hook, "__module__", None) == output_capturing.__name__
