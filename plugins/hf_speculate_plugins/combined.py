@@ -247,6 +247,7 @@ class CombinedDrafter(Drafter):
     """
 
     name = "combined"
+    takes_parts = True
     options_classes = (CombinedOptions,)
 
     def __init__(self, parts: Sequence[Drafter], options: CombinedOptions | None = None):
