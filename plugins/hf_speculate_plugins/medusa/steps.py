@@ -56,12 +56,7 @@ def max_seen(num_heads: int) -> int:
 
 
 class PlainSteps:
-    """The draft as it is; the reference.
-
-    Args:
-        heads: the heads.
-        forward: forward that runs them.
-    """
+    """The draft as it is; the reference."""
 
     def __init__(self, heads: MedusaHeads, forward: HeadForward):
         self._heads, self._forward = heads, forward
@@ -93,12 +88,7 @@ def filled(
     """Tokens and values of a static tree.
 
     Args:
-        form: the tree.
-        num_ranks: `StaticTree.num_ranks` of the tree.
-        roots: node 0 of every row.
-        logits: logits of the heads.
         log_noise: noise of the heads' steps, see `DraftState.log_noise`.
-        warpers: warpers of the request.
         token_ids: target token of each column of `logits`; None where they are the same.
     """
     shares, best = log_shares(slot_scores(logits, log_noise, warpers), num_ranks)
@@ -131,8 +121,6 @@ def medusa_draft(
     Args:
         inputs: `plan` [B, 2]; `features` [B, J, H], of which one is the newest state of a row; `noise` [D, B, V] of a
             sampled request.
-        form, num_ranks: the tree, see `filled`.
-        depth: depth of the tree.
     """
     plan, token_ids = inputs["plan"], heads.token_ids
     logits = heads(_states_at(inputs["features"], plan[:, _LAST]), lm_head, depth)
@@ -144,14 +132,7 @@ def medusa_draft(
 
 
 class CompiledSteps:
-    """The draft as one graph with fixed shapes.
-
-    Args:
-        plain: the same draft uncompiled.
-        heads: the heads.
-        lm_head: the target's output layer, for heads without a matrix.
-        compiler: the request's compiler.
-    """
+    """The draft as one graph with fixed shapes."""
 
     def __init__(self, plain: PlainSteps, heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler):
         self._plain, self._heads, self._lm_head, self._compiler = plain, heads, lm_head, compiler
