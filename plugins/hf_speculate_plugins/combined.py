@@ -88,12 +88,6 @@ class CombinedSession(DraftSession):
 
     A draft from the text costs nothing: it comes first. Where it is worth what the others' drafts are worth as a rule,
     these are left out of the round (as SuffixDecoding does together with a head); else all drafts become one tree.
-
-    Args:
-        drafters: the parts.
-        options: size of the merged tree.
-        histories: experience of earlier requests, to which this one adds its own.
-        request: the request that the session drafts for.
     """
 
     def __init__(
@@ -239,12 +233,7 @@ def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with several drafters at once.
-
-    Args:
-        parts: two or more drafters for the same target.
-        options: see `CombinedOptions`.
-    """
+    """Drafts with several drafters at once."""
 
     name = "combined"
     takes_parts = True

@@ -27,13 +27,7 @@ from .spec import BlockOptions
 
 
 class PlainSteps:
-    """Forwards of the modules as they are; the reference.
-
-    Args:
-        loaded: the head.
-        reading: entries that it has read.
-        options: options of drafting.
-    """
+    """Forwards of the modules as they are; the reference."""
 
     def __init__(self, loaded: LoadedHead[BlockHead], reading: Reading, options: BlockOptions):
         self._loaded, self._reading, self._options = loaded, reading, options
@@ -94,12 +88,8 @@ def block_draft(
     """Reads the features of a round, and drafts the best tree of a block: tokens, parents and values [B, n].
 
     Args:
-        stacks: keys and values of all layers.
         inputs: `plan` [B, 5]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
             `BlockHead.join`; `noise` [D, B, V] of a sampled request; `target_ids` [Vd], where there are any.
-        depth: D, levels of the tree.
-        top_k: most children of a node.
-        max_nodes: draft nodes of the tree.
     """
     plan, target_ids, first = inputs["plan"], inputs.get("target_ids"), head.spec.first_slot
     counts, anchors = plan[:, _COUNT], plan[:, _ROOT]
@@ -139,7 +129,6 @@ def _run_block(
     """States of all slots of a block, which is written after the longest text.
 
     Args:
-        prompt: see `block_draft`.
         lengths: entries of each row's text.
         positions: position of the next one.
     """

@@ -73,7 +73,6 @@ def eagle_draft(
     """Reads the entries of a round, and grows a dynamic tree after the last one: tokens, parents and values [B, n].
 
     Args:
-        stacks: keys and values of all layers.
         inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `root` [B, Hd], states that rank
             the root's children, written where a row has entries to read. `features`, one [B, J, Ht] for each that the
             head takes, if any are read; `noise` [D, B, V] of a sampled request; `target_ids` [Vd], where there are any.
@@ -126,7 +125,6 @@ class _Levels:
     Args:
         lengths: entries of each row's text, [B].
         positions: position of the next one, [B].
-        depth: levels of the tree.
     """
 
     def __init__(

@@ -178,7 +178,6 @@ class EagleOptions:
         """Branches of a level, for a request that samples or not.
 
         Args:
-            samples: whether it samples.
             num_nodes: number of draft nodes that pay (`DraftState.num_nodes`); None if unknown.
         """
         if self.top_k is not None:

@@ -36,15 +36,7 @@ Result = TypeVar("Result")
 
 
 class CompiledForwards:
-    """Compiled forwards of one head after one reading.
-
-    Args:
-        plain: the same forwards uncompiled.
-        loaded: a head that has no `problem_with_head`.
-        reading: entries that it has read; layers that its cache lacks are made.
-        options: options of drafting, of which the sizes of forwards follow.
-        compiler: the request's compiler.
-    """
+    """Compiled forwards of one head after one reading."""
 
     def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, compiler: Compiler):
         self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler

@@ -60,15 +60,7 @@ class CachedAttention:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of a head, with optional norms of queries and keys.
-
-    Args:
-        spec: sizes.
-        layer: index of the layer.
-        input_size: width of its inputs.
-        bias: whether queries, keys and values have biases.
-        output_bias: whether the output has one.
-    """
+    """Grouped-query attention of a head, with optional norms of queries and keys."""
 
     def __init__(self, spec: HeadSpec, layer: int, input_size: int, bias: bool, output_bias: bool):
         super().__init__()
@@ -233,11 +225,6 @@ def built_head(
 ) -> Any:
     """A head on the meta device.
 
-    Args:
-        head_class: class of the head.
-        opened: its files.
-        embed_tokens, lm_head: modules of the target, see `SharingHead`.
-        kind: kind of head, for messages.
     Raises:
         CheckpointError: an unknown activation, or RoPE parameters that give no angles, for short texts or for long.
     """

@@ -15,10 +15,6 @@ def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
     """Replaces projections and output matrix by layers that stay packed, where the kernel can multiply with these.
 
     Everything else keeps the values that it was loaded with: rows of embeddings, and of a Markov head, are looked up.
-
-    Args:
-        head: head on its device, in its dtype.
-        packed: matrices by the names of their tensors.
     """
     from hf_speculate_gguf.native import (  # and the package for packed targets
         NativeBackend,
@@ -44,11 +40,7 @@ def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def dense_state(head: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of a head with values in place of packed bytes.
-
-    Args:
-        dtype: dtype of the head.
-    """
+    """The state of a head with values in place of packed bytes."""
     found = dict(head.state_dict())
     for name, module in head.named_modules():
         layer: Any = module

@@ -57,7 +57,6 @@ class Forecaster:
     """Continuations of JSON text.
 
     Args:
-        roots: shapes of the objects that may be written.
         stop: text of the token that ends an answer; "" if there is none.
     """
 

@@ -38,10 +38,6 @@ def _component(kind: str, is_later: int) -> Component:
 class Vocabulary:
     """Texts of tokens, and tokens of texts, which are remembered.
 
-    Args:
-        tokenizer: the target's tokenizer.
-        vocab_size: size of the target's vocabulary; no larger token is drafted.
-
     Attributes:
         stop: text of the token that ends an answer; "" if there is none.
         special_ids: tokens that end any object.
@@ -109,13 +105,7 @@ class _Chain(NamedTuple):
 
 
 class Guide:
-    """The schemas of a drafter, for all its requests.
-
-    Args:
-        shapes: objects that may be written.
-        tokenizer: the target's tokenizer.
-        vocab_size: size of the target's vocabulary.
-    """
+    """The schemas of a drafter, for all its requests."""
 
     def __init__(self, shapes: Sequence[Shape], tokenizer: Any, vocab_size: int):
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
@@ -146,10 +136,7 @@ class Position:
     """A place in a text, or in a draft after it. It does not change.
 
     Args:
-        guide: schemas and their tokens.
-        text: text as it was read; shared, never changed.
         unread: tokens since then.
-        last: last token; None if there is none.
         kind, chains: continuations that the unread tokens have followed so far; None if they are to be found.
     """
 

@@ -60,9 +60,6 @@ class SuffixOptions:
 def read_corpus(corpus: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
     """Token ids of every text.
 
-    Args:
-        tokenizer: the target's; texts need it, token ids do not.
-        vocab_size: size of the target's vocabulary.
     Raises:
         OptionError: no list of texts or of lists of token ids, a text without a tokenizer, one that it cannot read.
         TargetMismatchError: a token that the target does not have.
