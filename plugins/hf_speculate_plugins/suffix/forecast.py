@@ -45,7 +45,7 @@ class Forecast(NamedTuple):
     """A likely continuation.
 
     Attributes:
-        kind: the question that the ways answer: "open", "key", "choice", "text", "number", "more" or "end".
+        kind: the question that the ways answer: "open", "key", "choice", "text", "number" or "more".
         ways: continuations, likely ones first.
     """
 
@@ -65,9 +65,7 @@ class Forecaster:
 
     def __call__(self, text: JsonText) -> Forecast | None:
         """The likely continuations of `text`; None outside, or if it fits no schema."""
-        if text.level is None:
-            return None if text.after is None else _rest("end", self.ends(text), text.after)
-        if not self.fitting(text.level):
+        if text.level is None or not self.fitting(text.level):
             return None
         return _Writer(self, text).forecast(text.level)
 

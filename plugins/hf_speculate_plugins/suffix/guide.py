@@ -22,7 +22,7 @@ Component = tuple[str, int, int]
 Guess = tuple[Component, RecycledRow]
 
 # Weights to begin with, by kind of forecast: of its first token, and of later ones if the first was right.
-_WEIGHTS = {"open": 0.8, "key": 0.9, "choice": 0.9, "more": 0.9, "end": 0.8, "number": 0.3, "text": 0.1}
+_WEIGHTS = {"open": 0.8, "key": 0.9, "choice": 0.9, "more": 0.9, "number": 0.3, "text": 0.1}
 _LATER = 0.9
 
 
@@ -198,7 +198,7 @@ class Position:
             return Position(self._guide, JsonText(), (), token)
         unread = (*self._unread, token)
         if len(unread) < _MAX_UNREAD:
-            is_outside = self._text.is_outside and "{" not in vocabulary.text((token,))
+            is_outside = self._text.level is None and "{" not in vocabulary.text((token,))
             if is_outside or vocabulary.text(unread).endswith(_REPLACEMENT):  # the rest of a character is to come
                 return Position(self._guide, self._text, unread, token, chains=())
         text = self._text.copy()
