@@ -32,6 +32,7 @@ from hf_speculate.speculator import make_speculator, read_options
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .parts import Knowledge, Pace, Part, RowDraft, value_of
+from .trees import check_sizes
 
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class CombinedOptions:
     max_nodes: int = 32
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 1:
-            raise ValueError(f"combined: max_nodes must be at least 1, got {self.max_nodes}.")
+        check_sizes("combined", self, "max_nodes")
 
 
 Histories = dict[Any, list[Knowledge]]

@@ -37,7 +37,7 @@ from hf_speculate.scoring import (
 from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree, additive
 
-from ..heads import form_of
+from ..heads import form_of, request_inputs
 from ..trees import Frontier, grow_tree, num_candidates
 from .options import DraftModelOptions
 
@@ -271,8 +271,5 @@ class RecordedDrafts:
         )
         prompt = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)
         inputs = {"plan": copy_to_device(rows, plan), "prompt": prompt}
-        if state.samples:
-            shape_of_noise = shape[0], batch_size, state.num_columns
-            inputs["noise"] = buffers.tensor(("draft noise", shape[0]), shape_of_noise, torch.float32, device)
-            state.fill_noise(inputs["noise"])
+        inputs |= request_inputs(buffers, state, shape[0], device)
         return self._scorer.model, stacks, inputs, tuple(state.warpers), self._vocab_size, self._groups, *shape

@@ -15,6 +15,7 @@ from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
+from ..trees import check_sizes
 from .growth import Growth
 from .guides import Guide, are_constrained, guides_of
 from .style import Style, longer
@@ -41,9 +42,7 @@ class GrammarOptions:
     max_nodes: int = 24
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"grammar: {name} must be at least 1, got {getattr(self, name)}.")
+        check_sizes("grammar", self, "depth", "max_nodes")
 
 
 def _warn(error: Exception) -> None:

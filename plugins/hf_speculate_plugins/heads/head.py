@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import tree_backends, unhooked
+from hf_speculate.scoring import output_rows, tree_backends, unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead
@@ -263,3 +263,41 @@ def call_on_weight_device(module: Any, inputs: Tensor) -> Tensor:
     offloaded module is nowhere: its hook fetches weight and inputs."""
     device = module.weight.device
     return unhooked(module)(inputs if device.type == "meta" else to_device(inputs, device))
+
+
+def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
+    """Replaces projections and output matrix by layers that stay packed, where the kernel can multiply with these.
+
+    Everything else keeps the values that it was loaded with: rows of embeddings, and of a Markov head, are looked up.
+    """
+    from hf_speculate_gguf.native import (  # and the package for packed targets
+        NativeBackend,
+        PackedLinear,
+        choose_backend,
+    )
+
+    first = next(head.parameters())
+    backend = choose_backend("auto", first.device, first.dtype) if first.device.type == "cpu" else None
+    if not isinstance(backend, NativeBackend):
+        return
+    for name, module in list(head.named_modules()):
+        matrix = packed.get(f"{name}.weight")
+        is_projection = name in ("fc", "lm_head") or name.startswith("layers.")
+        if matrix is None or not is_projection or type(module) is not nn.Linear:
+            continue
+        tensors = backend.pack(matrix, first.dtype, first.device)
+        bias = None if module.bias is None else module.bias.data
+        layer = PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, backend, tensors, bias)
+        parent, _, attribute = name.rpartition(".")
+        setattr(head.get_submodule(parent), attribute, layer.eval())
+
+
+@torch.no_grad()
+def dense_state(head: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of a head with values in place of packed bytes."""
+    found = dict(head.state_dict())
+    for name, module in head.named_modules():
+        layer: Any = module
+        if f"{name}.weight" in found and not found[f"{name}.weight"].is_floating_point():
+            found[f"{name}.weight"] = output_rows(layer, layer.in_features, dtype)
+    return found

@@ -22,6 +22,7 @@ from hf_speculate.speculator import check_head_vocabulary, read_options
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes
+from ..trees import check_sizes
 from .head import MedusaHeads, QuickOutputs
 from .loading import PREFIXES, check_backbone, layout_of, read_heads
 from .saving import check_layout, convert_heads, describe_heads, write_heads
@@ -50,8 +51,7 @@ class MedusaOptions:
     max_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_nodes is not None and self.max_nodes < 1:
-            raise ValueError(f"medusa: max_nodes must be at least 1, got {self.max_nodes}.")
+        check_sizes("medusa", self, "max_nodes")
 
 
 class MedusaSession(DraftSession):

@@ -18,7 +18,7 @@ from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import form_of
+from ..heads import form_of, log_noise_of, request_inputs
 from ..trees import log_shares, slot_scores
 from .head import HeadForward, MedusaHeads, QuickForward, QuickOutputs
 from .tree import StaticTree, TreeTensors, tree_tensors
@@ -119,15 +119,11 @@ def medusa_draft(
     """Tokens and values of a static tree [B, N].
 
     Args:
-        inputs: `plan` [B, 2]; `features` [B, J, H], of which one is the newest state of a row; `noise` [D, B, V] of a
-            sampled request.
+        inputs: `plan` [B, 2]; `features` [B, J, H], of which one is the newest state of a row; `request_inputs`.
     """
-    plan, token_ids = inputs["plan"], heads.token_ids
+    plan, token_ids = inputs["plan"], inputs.get("target_ids")
     logits = heads(_states_at(inputs["features"], plan[:, _LAST]), lm_head, depth)
-    log_noise = None
-    if (noise := inputs.get("noise")) is not None:
-        columns = noise if token_ids is None else noise[..., token_ids]
-        log_noise = columns[..., : logits.shape[-1]].log()
+    log_noise = log_noise_of(inputs, logits.shape[-1])
     return filled(form, num_ranks, plan[:, _ROOT], logits, log_noise, warpers, token_ids)
 
 
@@ -161,15 +157,11 @@ class CompiledSteps:
         features = buffers.tensor("features", shape, heads.dtype, device)
         features[:, :count].copy_(seen.states)
         plan = buffers.tensor("plan", (batch_size, 2), torch.long, device)
-        inputs = {
+        return {
             "plan": copy_to_device(list(zip(state.root_ids.tolist(), seen.last, strict=True)), plan),
             "features": features,
+            **request_inputs(buffers, state, depth, device, heads.token_ids),
         }
-        if state.samples:
-            shape = depth, batch_size, state.num_columns
-            inputs["noise"] = buffers.tensor(("noise", depth), shape, torch.float32, device)
-            state.fill_noise(inputs["noise"])
-        return inputs
 
     def _buffers(self, batch_size: int) -> Buffers:
         key = (batch_size, 0)

@@ -1,4 +1,4 @@
-"""Dynamic draft trees: the nodes that the drafter finds most probable, not a structure fixed beforehand.
+"""Dynamic draft trees, for every method that drafts one: the nodes that the drafter finds most probable.
 
 `grow_tree` is EAGLE-2's (Li et al., 2024, arXiv:2406.16858): every level expands the `top_k` candidates of highest
 cumulative log-value, each of them proposes `top_k` children, and in the end the `max_nodes` best candidates of all
@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -127,6 +128,13 @@ def grow_tree(
         max_nodes,
         depth,
     )
+
+
+def check_sizes(drafter: str, options: Any, *names: str) -> None:
+    """Raises `ValueError` for sizes of drafts below 1; None stands for a default."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{drafter}: {name} must be at least 1, got {value}.")
 
 
 def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
