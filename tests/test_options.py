@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import OptionError, SpeculateError
+from hf_speculate.speculator import installed_drafters, load_drafter
 
 from .support.heads import write_medusa_heads
 from .support.tiny_heads import write_eagle_head
@@ -58,6 +60,16 @@ def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
 )
 def test_words_in_the_place_of_numbers(tiny_model, prompt, text, said):
     assert refusal(lambda: tiny_model().generate(prompt(5), max_new_tokens=4, speculator=text)) == said
+
+
+@pytest.mark.parametrize("name", installed_drafters())
+def test_sizes_of_drafts_are_positive(name):
+    options = load_drafter(name).options_classes[0]
+    sizes = {field.name for field in fields(options)} & {"depth", "max_nodes", "top_k", "max_ngram", "min_ngram"}
+    assert sizes
+    for size in sizes:
+        with pytest.raises(ValueError, match=f"{name}: {size} must be at least 1, got 0"):
+            options(**{size: 0})
 
 
 def test_of_heads(tiny_model, tmp_path):

@@ -147,11 +147,14 @@ class Drafter(ABC):
         record: record of a head's target and acceptance, read from its folder.
         is_free: whether drafting takes almost no time: it runs no model.
         drafts_ahead: whether its sessions implement `DraftSession.ahead`.
+        takes_parts: whether it drafts with several others, which `for_target` takes as the option `parts`. "a+b" means
+            the one of the entry-point group `hf_speculate.joining_drafters` that does.
         options_classes: dataclasses whose fields are the drafter's options, for listings.
     """
 
     name: ClassVar[str]
     is_free: ClassVar[bool] = False
+    takes_parts: ClassVar[bool] = False
     drafts_ahead: bool = False
     options_classes: ClassVar[tuple[type[Any], ...]] = ()
     feature_layers: tuple[int, ...] = ()
@@ -171,7 +174,10 @@ class Drafter(ABC):
 
     @classmethod
     def joins(cls, processors: LogitsProcessorList) -> bool:
-        """Whether requests with these processors are better drafted with this drafter in addition to any other one."""
+        """Whether requests with these processors are better drafted with this drafter in addition to any other one.
+
+        Only the entry-point group `hf_speculate.joining_drafters` is asked.
+        """
         return False
 
     @property

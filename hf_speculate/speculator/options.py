@@ -48,8 +48,8 @@ class EngineOptions:
             seconds). A request that cannot be exact is refused with the reason; with an attached speculator it runs
             plain. In float32 the text equals plain text anyway.
         constraints: whether a request with a constraint (a grammar of xgrammar or outlines, `prefix_allowed_tokens_fn`,
-            a processor with `forced_tokens`) is drafted for by the drafter `grammar` too, which queries the constraint
-            what must come next. A function of the request is then called more often than plain `generate` calls it.
+            a processor with `forced_tokens`) is also drafted for by drafters that query the constraint
+            (`Drafter.joins`). A function of the request is then called more often than plain `generate` calls it.
 
     Raises:
         ValueError: an option has no meaning, or two exclude each other.

@@ -2,7 +2,8 @@
 
 Drafters are found through the entry-point group `hf_speculate.drafters`, built-in ones like those of third parties.
 Listing them imports nothing. A drafter is imported when it is first asked for, so a broken optional dependency of one
-does not hide the others. Training methods are found by the same functions.
+does not hide the others. Those that draft together with others stand in the group `hf_speculate.joining_drafters` too.
+Training methods are found by the same functions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..files import user_path
 
 
 GROUP = "hf_speculate.drafters"
+JOINING_GROUP = "hf_speculate.joining_drafters"
 
 Member = TypeVar("Member")
 
@@ -39,6 +41,23 @@ def load_drafter(name: str) -> type[Drafter]:
     if name not in drafters:
         raise DrafterNotFoundError(unknown_drafter_message(name))
     return load_installed(drafters[name], Drafter)
+
+
+@lru_cache(maxsize=1)
+def joining_drafters() -> list[type[Drafter]]:
+    """The installed drafters that draft together with others: for "a+b", or for requests that they join."""
+    return [load_installed(point, Drafter) for point in find_installed(JOINING_GROUP, "drafter").values()]
+
+
+def union_drafter() -> type[Drafter]:
+    """The drafter that drafts with several others; raises `DrafterNotFoundError` if none is installed."""
+    for drafter in joining_drafters():
+        if drafter.takes_parts:
+            return drafter
+    raise DrafterNotFoundError(
+        f"no installed drafter drafts with several others (entry points {JOINING_GROUP!r}). "
+        "Entry points are read from installed metadata: `pip install -e .` again, after adding one."
+    )
 
 
 def unknown_drafter_message(name: str) -> str:

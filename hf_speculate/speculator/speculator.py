@@ -21,15 +21,19 @@ from ..messages import get_logger
 from ..models import GenerativeModel, unwrap
 from ..stats import SpeculationStats
 from .options import EngineOptions
-from .registry import SpeculatorSpec, installed_drafters, joined_sources, load_drafter
+from .registry import (
+    SpeculatorSpec,
+    installed_drafters,
+    joined_sources,
+    joining_drafters,
+    load_drafter,
+    union_drafter,
+)
 from .repositories import drafter_class_for, local_folder
 from .targets import check_origin
 
 
 logger = get_logger(__name__)
-
-# The drafter that queries a request's own constraints.
-CONSTRAINED = "grammar"
 
 
 @contextmanager
@@ -95,22 +99,21 @@ class Speculator:
         self.stats = self.new_stats()
         self.adapter_stats: dict[str, SpeculationStats] = {}
         self._has_warned = False
-        self._constrained: Speculator | None = None
+        self._joined: dict[tuple[type[Drafter], ...], Speculator] = {}  # by the drafters that join a request
 
     def serving(self, processors: LogitsProcessorList, target: GenerativeModel) -> Speculator:
-        """The speculator for a request with these processors: this one, or one that drafts along constraints too."""
+        """The speculator for a request with these processors: this one, or a union with the drafters that join it."""
+        if not self.options.constraints or self.options.ahead:
+            return self
         names = {part.name for part in self.drafter.parts}
-        if not self.options.constraints or self.options.ahead or CONSTRAINED in names:
-            return self
-        if CONSTRAINED not in installed_drafters() or not load_drafter(CONSTRAINED).joins(processors):
-            return self
-        if self._constrained is None:
-            parts = [*self.drafter.parts, load_drafter(CONSTRAINED).for_target(target)]
-            combined = load_drafter("combined")
-            own = asdict(self.drafter.options) if isinstance(self.drafter, combined) else {}  # type: ignore[attr-defined]
-            drafter = combined.for_target(target, parts=parts, **own)
-            self._constrained = Speculator(drafter, **vars(self.options))
-        return self._constrained
+        joining = tuple(kind for kind in joining_drafters() if kind.name not in names and kind.joins(processors))
+        if joining and joining not in self._joined:
+            union = union_drafter()
+            parts = [*self.drafter.parts, *(kind.for_target(target) for kind in joining)]
+            own = asdict(self.drafter.options) if isinstance(self.drafter, union) else {}  # type: ignore[attr-defined]
+            drafter = union.for_target(target, parts=parts, **own)
+            self._joined[joining] = Speculator(drafter, **vars(self.options))
+        return self._joined[joining] if joining else self
 
     @property
     def lossless(self) -> bool:
@@ -280,7 +283,7 @@ class AutoSpeculator:
         spec = SpeculatorSpec.parse(os.fspath(name_or_path))
         options |= spec.options
         if len(parts := joined_sources(spec.source)) > 1:
-            return AutoSpeculator.from_name("combined", target, parts=parts, **options)
+            return AutoSpeculator.from_name(union_drafter().name, target, parts=parts, **options)
         engine, own = EngineOptions.split(options)
         target = unwrap(target)
         folder = local_folder(

@@ -32,6 +32,7 @@ from hf_speculate.speculator import make_speculator, read_options
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .parts import Knowledge, Pace, Part, RowDraft, value_of
+from .trees import check_sizes
 
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class CombinedOptions:
     max_nodes: int = 32
 
     def __post_init__(self) -> None:
-        if self.max_nodes < 1:
-            raise ValueError(f"combined: max_nodes must be at least 1, got {self.max_nodes}.")
+        check_sizes("combined", self, "max_nodes")
 
 
 Histories = dict[Any, list[Knowledge]]
@@ -88,12 +88,6 @@ class CombinedSession(DraftSession):
 
     A draft from the text costs nothing: it comes first. Where it is worth what the others' drafts are worth as a rule,
     these are left out of the round (as SuffixDecoding does together with a head); else all drafts become one tree.
-
-    Args:
-        drafters: the parts.
-        options: size of the merged tree.
-        histories: experience of earlier requests, to which this one adds its own.
-        request: the request that the session drafts for.
     """
 
     def __init__(
@@ -239,14 +233,10 @@ def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:
 
 
 class CombinedDrafter(Drafter):
-    """Drafts with several drafters at once.
-
-    Args:
-        parts: two or more drafters for the same target.
-        options: see `CombinedOptions`.
-    """
+    """Drafts with several drafters at once."""
 
     name = "combined"
+    takes_parts = True
     options_classes = (CombinedOptions,)
 
     def __init__(self, parts: Sequence[Drafter], options: CombinedOptions | None = None):

@@ -55,11 +55,7 @@ class Gain:
         return max((self.tokens.total - self.seconds.total / pace) / self.tokens.weight, 0.0)
 
     def pays(self, pace: float | None) -> bool:
-        """Whether a draft adds tokens that would take longer without it.
-
-        Args:
-            pace: seconds per token; None if unknown.
-        """
+        """Whether a draft adds tokens that would take longer without it."""
         if pace is None or self.tokens.weight < _ENOUGH:
             return True
         return self.tokens.total * pace >= self.seconds.total
@@ -117,10 +113,6 @@ class Part:
     """One drafter at work.
 
     Attributes:
-        name: name of the drafter.
-        session: session of the drafter.
-        feature_layers, is_free: attributes of the drafter.
-        known: experience with its drafts.
         waiting: observations that the session has not received yet.
         tree, drafts: draft of this round, whole and by rows; None and empty if the part was left out.
         seconds: time of this draft.

@@ -17,6 +17,8 @@ from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
+from .trees import check_sizes
+
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,9 +41,7 @@ class PromptLookupOptions:
     max_nodes: int = 12
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"prompt_lookup: {name} must be at least 1, got {getattr(self, name)}.")
+        check_sizes("prompt_lookup", self, "max_ngram", "min_ngram", "depth", "max_nodes")
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"prompt_lookup: min_ngram ({self.min_ngram}) is above max_ngram ({self.max_ngram}).")
 
@@ -55,14 +55,10 @@ class SuffixIndex:
     """The ends of every n-gram of a growing text, for n from `min_ngram` to `max_ngram`.
 
     An appended token costs one dictionary entry per n; nothing is rescanned.
-
-    Attributes:
-        match_size: n of the longest match that the last `continuations` found; 0 for none.
     """
 
     def __init__(self, min_ngram: int, max_ngram: int):
         self.tokens: list[int] = []
-        self.match_size = 0
         self._sizes = range(min_ngram, max_ngram + 1)
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
@@ -83,7 +79,6 @@ class SuffixIndex:
         found: list[tuple[int, int]] = []
         first_tokens: set[int] = set()
         length = len(self.tokens)
-        self.match_size = 0
         for size in reversed(self._sizes):
             if size > length or len(found) >= count:
                 continue
@@ -92,7 +87,6 @@ class SuffixIndex:
             for end in reversed(latest):
                 if end < length and self.tokens[end] not in first_tokens:
                     found.append((size, end))
-                    self.match_size = max(self.match_size, size)
                     first_tokens.add(self.tokens[end])
                     if len(found) >= count:
                         break

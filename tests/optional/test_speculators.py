@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_speculate_plugins.block.defaults import DEFAULTS as OF_BLOCKS
+from hf_speculate_plugins.block.loading import DEFAULTS as OF_BLOCKS
 from hf_speculate_plugins.checkpoints import ConfigValues
 from hf_speculate_plugins.checkpoints.layer_config import layer_config
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, write_head
-from hf_speculate_plugins.eagle.defaults import DEFAULTS as OF_EAGLE
+from hf_speculate_plugins.eagle.loading import DEFAULTS as OF_EAGLE
 from hf_speculate_tools.heads.convert import convert_checkpoint
 
 from ..support.models import SIZES

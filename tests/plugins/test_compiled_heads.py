@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 from collections import Counter
 
 import pytest
@@ -16,12 +15,11 @@ from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate_gguf import load_model
-from hf_speculate_plugins import block, eagle
+from hf_speculate_plugins import block, eagle, trees
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads_head
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
 from hf_speculate_plugins.medusa.steps import CompiledSteps
-from hf_speculate_plugins.trees import dynamic
 
 from ..support.block_heads import random_block
 from ..support.heads import (
@@ -38,11 +36,12 @@ from ..support.heads import (
     write_head,
 )
 from ..support.random_gguf import FileShape, one_type, write_random_file
+from ..support.recorded_drafts import unwrap_functions
 
 
 CHECKED = (
     *(eagle.head, eagle.steps, eagle.recorded, block.head, block.steps, block.scores),
-    *(heads_head, dynamic, ranking, tree),
+    *(heads_head, trees, ranking, tree),
 )
 # Shape checks are decorators that dynamo cannot trace.
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
@@ -53,19 +52,8 @@ REQUEST = {**PLAIN, "max_new_tokens": 16}
 
 @pytest.fixture(autouse=True)
 def _without_checks(fresh_dynamo, monkeypatch):
-    """Of shapes, which only tests have around functions: dynamo cannot look into these."""
     graphs_of(target(), "eager").by_key.clear()
-    for module in CHECKED:
-        for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
-            for name, value in list(vars(owner).items()):
-                if getattr(owner, "__module__", module.__name__) != module.__name__:
-                    continue
-                if isinstance(value, property) and value.fget is not None:
-                    monkeypatch.setattr(owner, name, property(inspect.unwrap(value.fget)))
-                elif isinstance(value, staticmethod):
-                    monkeypatch.setattr(owner, name, staticmethod(inspect.unwrap(value.__func__)))
-                elif inspect.isfunction(value) and value.__module__.startswith("hf_speculate"):
-                    monkeypatch.setattr(owner, name, inspect.unwrap(value))
+    unwrap_functions(monkeypatch, CHECKED)
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ def replaced_entry_points(own_group: str, installed: Any) -> Iterator[Callable[.
 
         yield replace
     installed.cache_clear()
+    registry.joining_drafters.cache_clear()
 
 
 def install_example(name: str, folder: Path) -> Path:

@@ -5,25 +5,14 @@ One `BlockSpec` describes the heads of all methods and dialects, one `BlockHead`
 their scores have is found node by node.
 """
 
-from ..heads import LoadedHead
-from .drafter import BlockDrafter
-from .head import BlockHead, block_masks
-from .saving import BlockFiles
-from .spec import BlockConventions, BlockOptions, BlockSpec
+from ..heads import LoadedHead as LoadedHead
+from .drafter import BlockDrafter as BlockDrafter
+from .head import BlockHead as BlockHead
+from .head import block_masks as block_masks
+from .saving import BlockFiles as BlockFiles
+from .spec import BlockConventions as BlockConventions
+from .spec import BlockOptions as BlockOptions
+from .spec import BlockSpec as BlockSpec
 
 
 check_fits, load_head, write_head = BlockFiles.check_fits, BlockFiles.load, BlockFiles.write
-
-__all__ = [
-    "BlockConventions",
-    "BlockDrafter",
-    "BlockFiles",
-    "BlockHead",
-    "BlockOptions",
-    "BlockSpec",
-    "LoadedHead",
-    "block_masks",
-    "check_fits",
-    "load_head",
-    "write_head",
-]

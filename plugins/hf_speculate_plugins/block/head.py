@@ -58,8 +58,6 @@ class MarkovHead(nn.Module):
         """Inputs of `markov_w2`, and the recurrent state after these slots.
 
         Args:
-            states: states of the slots.
-            codes: codes of the tokens before them.
             carried: recurrent state before them; only "rnn" has one, None: at the first slot.
         """
         if self.kind == "gated":
@@ -118,8 +116,6 @@ def block_masks(
     """Additive masks over context and block, one a layer; None: every slot sees all.
 
     Args:
-        positions: positions of the slots.
-        context_positions: positions of the context entries.
         visible: mask of the context entries that are real; None if all are.
         places: indices of the slots among the context entries, which are then a whole buffer; None: after them.
     """

@@ -8,6 +8,7 @@ layers of the target are counted, which slots propose, what sees what. All of th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from hf_speculate.errors import CheckpointError
 
 from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, HeadFacts, Shapes, mask_token_of, windows_of
 from ..heads import HeadFiles
-from .defaults import DEFAULTS, Defaults
 from .head import BlockHead
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
@@ -27,6 +27,44 @@ _SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
 # Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
 _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
+
+# Meanings of absent keys in configs, by layout and method. Each is that of the code that writes a layout, or of its
+# first reader: speculators 0.5 to 0.9 (the fields of its config classes, alike in all versions that have them), z-lab's
+# dflash 0.1.0 and NeMo Automodel's reader of DFlash2, SpecForge 0.2.0, DeepSpec with vLLM, llama.cpp b11549. Keys that
+# a layout must have are not listed, nor those that the tensors decide. None: the key has a meaning only where it is
+# stated.
+Defaults = Mapping[str, Any]
+
+_NO_MARKOV: Defaults = {"markov_rank": 0, "markov_head_type": "vanilla", "confidence_head_with_markov": False}
+_OF_SELECTOR: Defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+# Which slots see which: without any of these, layers with a window are causal and others are not.
+_CAUSALITY: Defaults = {"is_causal": None, "causal": None, "causal_head": None}
+_LOGITS: Defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
+
+_ZLAB = {**_CAUSALITY, **_LOGITS, **_NO_MARKOV, "block_size": 16, "sample_from_anchor": False}
+_DEEPSPEC = {**_CAUSALITY, **_NO_MARKOV, "sample_from_anchor": True}
+_SPECULATORS = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
+_LLAMA_CPP = {**_LOGITS, "causal": False}
+
+DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
+    "zlab": {"dflash": _ZLAB, "dspark": {**_ZLAB, "sample_from_anchor": True}, "dflash2": {**_ZLAB, **_OF_SELECTOR}},
+    "deepspec": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
+    "specforge": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
+    "speculators": {
+        "dflash": _SPECULATORS,
+        "dspark": {
+            **_SPECULATORS,
+            **{"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"},
+            "confidence_head_with_markov": True,
+        },
+        "dflash2": {**_SPECULATORS, **_OF_SELECTOR, "sliding_window_non_causal": True},
+    },
+    # Its DFlash proposes from slot 1, whatever the key holds.
+    "llama.cpp": {
+        "dflash": {**_LLAMA_CPP, "block_size": 16},
+        "dspark": {**_LLAMA_CPP, "sample_from_anchor": True},
+    },
+}
 
 
 class BlockReading(HeadFiles[BlockSpec, BlockHead]):

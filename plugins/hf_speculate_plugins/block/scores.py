@@ -30,11 +30,9 @@ class BlockRequest(NamedTuple):
     """Facts that the scores of a block depend on in addition to its states.
 
     Attributes:
-        target_ids: target id of each draft id; None where they are the same.
         width: most children of a node.
         anchors: int64 [B], the roots.
         log_noise: noise of the steps of the slots that propose [B, D, C]; None for a greedy request.
-        warpers: warpers of the request.
     """
 
     target_ids: Tensor | None
@@ -67,11 +65,6 @@ def _num_candidates(spec: BlockSpec, samples: bool) -> int:
 
 class BlockScores:
     """Scores of one block and all rows.
-
-    Args:
-        head: the head.
-        request: facts about the request.
-        states: states of the slots that propose, [B, D, H], after the final norm.
 
     Attributes:
         ranked: float32 [B, D, C], scores of every slot's tokens by themselves, with the noise of their steps.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..checkpoints import HeadSpec
+from ..trees import check_sizes
 
 
 Dialect = Literal["zlab", "deepspec", "specforge", "speculators", "llama.cpp"]
@@ -102,11 +103,7 @@ class BlockOptions:
     depth: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_nodes", "top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"block: {name} must be at least 1, got {getattr(self, name)}.")
-        if self.depth is not None and self.depth < 1:
-            raise ValueError(f"block: depth must be None or at least 1, got {self.depth}.")
+        check_sizes("block", self, "max_nodes", "top_k", "depth")
 
 
 @dataclass(frozen=True, kw_only=True)

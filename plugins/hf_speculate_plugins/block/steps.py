@@ -19,7 +19,16 @@ from hf_speculate.scoring import Along, text_entries
 from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import CachedAttention, CompiledForwards, LoadedHead, Place, Reading, form_of
+from ..heads import (
+    CachedAttention,
+    CompiledForwards,
+    LoadedHead,
+    Place,
+    Reading,
+    form_of,
+    log_noise_of,
+    request_inputs,
+)
 from ..trees import best_tree
 from .head import BlockHead, block_masks
 from .scores import BlockRequest, BlockScores, num_children
@@ -27,13 +36,7 @@ from .spec import BlockOptions
 
 
 class PlainSteps:
-    """Forwards of the modules as they are; the reference.
-
-    Args:
-        loaded: the head.
-        reading: entries that it has read.
-        options: options of drafting.
-    """
+    """Forwards of the modules as they are; the reference."""
 
     def __init__(self, loaded: LoadedHead[BlockHead], reading: Reading, options: BlockOptions):
         self._loaded, self._reading, self._options = loaded, reading, options
@@ -94,22 +97,16 @@ def block_draft(
     """Reads the features of a round, and drafts the best tree of a block: tokens, parents and values [B, n].
 
     Args:
-        stacks: keys and values of all layers.
         inputs: `plan` [B, 5]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
-            `BlockHead.join`; `noise` [D, B, V] of a sampled request; `target_ids` [Vd], where there are any.
-        depth: D, levels of the tree.
-        top_k: most children of a node.
-        max_nodes: draft nodes of the tree.
+            `BlockHead.join`; `request_inputs`.
     """
     plan, target_ids, first = inputs["plan"], inputs.get("target_ids"), head.spec.first_slot
     counts, anchors = plan[:, _COUNT], plan[:, _ROOT]
     _read_context(head, stacks, inputs)
     lengths, positions = plan[:, _LENGTH] + counts, plan[:, _POSITION] + counts
     states = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)[:, first : first + depth]
-    log_noise = None
-    if (noise := inputs.get("noise")) is not None:
-        columns = noise if target_ids is None else noise[..., target_ids]
-        log_noise = columns[..., : head.spec.draft_vocab_size].log().transpose(0, 1)
+    log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
+    log_noise = None if log_noise is None else log_noise.transpose(0, 1)
     shares_of = BlockScores(head, BlockRequest(target_ids, top_k, anchors, log_noise, warpers), states).shares()
     tree = best_tree(anchors, shares_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
     assert isinstance(tree.parents, Tensor)
@@ -139,7 +136,6 @@ def _run_block(
     """States of all slots of a block, which is written after the longest text.
 
     Args:
-        prompt: see `block_draft`.
         lengths: entries of each row's text.
         positions: position of the next one.
     """
@@ -177,11 +173,8 @@ class CompiledSteps(CompiledForwards):
             self._plain.context(*pending)
 
     def tree(self, state: DraftState, depth: int) -> DraftTree:
-        head, top_k, max_nodes = (
-            self._head,
-            num_children(self._head.spec, self._options, state),
-            self._options.max_nodes,
-        )
+        head, max_nodes = self._head, self._options.max_nodes
+        top_k = num_children(head.spec, self._options, state)
         batch_size, capacity = len(state.root_ids), capacity_for(self.end + self._num_read + head.spec.block_size)
         sizes = self._depth, top_k, max_nodes
         key = batch_size, capacity, sizes, head.dtype, *form_of(state)
@@ -212,18 +205,12 @@ class CompiledSteps(CompiledForwards):
         features, counts = self._pending or ((), [0] * len(roots))
         of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, roots, strict=True)
         plan = buffers.tensor("plan", (len(roots), 5), torch.long, head.device)
-        inputs = {
+        return {
             "plan": copy_to_device([[*of_row, depth] for of_row in of_rows], plan),
             "prompt": self.prompt(buffers, len(roots), capacity),
             "features": self._placed(buffers, features, len(roots)),
+            **request_inputs(buffers, state, self._depth, head.device, self._loaded.target_ids),
         }
-        if state.samples:
-            shape = self._depth, len(roots), state.num_columns
-            inputs["noise"] = buffers.tensor("noise", shape, torch.float32, head.device)
-            state.fill_noise(inputs["noise"])
-        if self._loaded.target_ids is not None:
-            inputs["target_ids"] = self._loaded.target_ids
-        return inputs
 
     def _placed(self, buffers: Buffers, features: Sequence[Tensor], batch_size: int) -> Tensor:
         """The features in their buffer. What follows them is left from earlier rounds."""

@@ -124,11 +124,6 @@ class KeyAccount:
 def num_indexed(where: str, what: str, indices: Iterable[str], limit: int) -> int:
     """One more than the largest index in the names of tensors: a gap is a missing tensor, not a smaller head.
 
-    Args:
-        where: folder, for messages.
-        what: noun for the counted thing, for messages.
-        indices: indices, as digits.
-        limit: the most that there can be.
     Raises:
         CheckpointError: an index beyond the limit, before anything is made in that number.
     """

@@ -25,13 +25,7 @@ GGUF_ROPE = ("default", "linear", "llama3")
 
 
 class ConfigValues:
-    """The values of one object of a config. Null is as good as absent.
-
-    Args:
-        where: file or folder, for messages.
-        values: the object.
-        prefix: prefix of its keys, for messages.
-    """
+    """The values of one object of a config. Null is as good as absent."""
 
     def __init__(self, where: str, values: Mapping[str, Any], prefix: str = ""):
         self.where = where

@@ -99,13 +99,7 @@ class HeadSpec:
         return False
 
     def overridden(self, conventions: Any, names: Sequence[str], **changes: Any) -> Self:
-        """The spec under the caller's conventions.
-
-        Args:
-            conventions: options of reading a head.
-            names: fields of both, which the conventions replace where they are not None; so does `rope_theta`.
-            changes: other fields.
-        """
+        """The spec with the conventions for `names` and `rope_theta` that are not None."""
         changes |= {name: value for name in names if (value := getattr(conventions, name)) is not None}
         if conventions.rope_theta is not None:
             changes["rope"] = {**self.rope, "rope_theta": float(conventions.rope_theta)}
@@ -141,9 +135,6 @@ class HeadFacts:
     def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str, layer_type: str) -> HeadFacts:
         """The statements of a checkpoint.
 
-        Args:
-            section: key of `nested`.
-            layer_type: model type of the class that reads the layers of flat configs.
         Raises:
             CheckpointError: tensors of other dimensions, or a key of the config that no head here follows.
         """
@@ -160,7 +151,6 @@ class HeadFacts:
         """Compares the sizes in the config with those of the tensors, as far as the config has them.
 
         Args:
-            spec: sizes of the tensors.
             drafts_all: such heads draft the whole vocabulary, so the config's `draft_vocab_size` does not count.
         Raises:
             CheckpointError: a size that differs, with both numbers.

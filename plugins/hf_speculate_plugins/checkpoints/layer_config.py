@@ -27,8 +27,6 @@ _NESTED_TYPES = {
 def layer_config(config: ConfigValues, flat_type: str) -> ConfigValues:
     """The config of the decoder layers, with the defaults of its class: speculators' nested one, or the top level.
 
-    Args:
-        flat_type: model type of the class that reads the top level as a config of layers.
     Raises:
         CheckpointError: an unknown class, or windows that the config does not switch on.
     """

@@ -188,10 +188,6 @@ def write_head(
 ) -> None:
     """Writes a head into a folder, whole or not at all; the opposite of `read_head`.
 
-    Args:
-        file: name of the file.
-        vocabulary: metadata of the target's tokenizer.
-        out_type: type of the matrices, a name of `OUT_TYPES`.
     Raises:
         CheckpointError: there is no tokenizer, or the file cannot be written.
     """

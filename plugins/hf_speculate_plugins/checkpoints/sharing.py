@@ -51,8 +51,6 @@ def shared_embeddings(
     """The target's embeddings if the head should use them; None if its own are to be loaded.
 
     Args:
-        opened: the head.
-        theirs: the target's embedding module.
         choice: "own" or "target"; None compares them.
         trained: default of the config's `embed_requires_grad`: such heads train their embeddings.
     Raises:
@@ -91,8 +89,6 @@ def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None
     """The target's output matrix (the module `theirs`) if the head should use it; None if its own is to be loaded.
 
     Args:
-        opened: the head.
-        theirs: the target's output layer.
         rows: type of the target's rows for the draft vocabulary, for a head whose files leave them out.
     """
     name = "lm_head.weight"
@@ -117,13 +113,7 @@ def shared_output(opened: OpenedHead[Any], theirs: Any, rows: torch.dtype | None
 
 
 def vocabulary_output(theirs: Any, hidden_size: int, target_ids: Tensor, dtype: torch.dtype) -> nn.Linear:
-    """A copy of the rows of an output layer for some tokens, without gradients.
-
-    Args:
-        theirs: the target's output layer, whatever it keeps its matrix in.
-        target_ids: int64 [Vd], tokens of the rows.
-        dtype: type of the target's states, and of the rows.
-    """
+    """A copy of the rows of an output layer for some tokens, without gradients."""
     rows = output_rows(theirs, hidden_size, dtype, target_ids)
     layer = nn.Linear(hidden_size, len(target_ids), bias=False, device="meta")
     layer.weight = nn.Parameter(rows.to(dtype).clone(memory_format=torch.contiguous_format), requires_grad=False)

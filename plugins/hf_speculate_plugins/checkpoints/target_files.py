@@ -26,11 +26,8 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class TargetFiles:
-    """The files of a target.
+    """The files of a target: a folder or Hub id, with the Hub's usual options.
 
-    Args:
-        name_or_path: folder or Hub id.
-        hub: the usual options of the Hub: `revision`, `token`, `cache_dir`, `local_files_only`.
     Raises:
         DrafterNotFoundError: no such folder or repository, or it has no model config.
         CheckpointError: the config of a folder is not JSON.
@@ -124,12 +121,7 @@ class TargetFiles:
 
 
 class LoadedTarget(TargetFiles):
-    """The same parts of a model that is loaded, and whose matrices are not packed.
-
-    Args:
-        model: the target.
-        name: its name.
-    """
+    """The same parts of a model that is loaded, and whose matrices are not packed."""
 
     def __init__(self, model: Any, name: str):
         self.name, self.config = name, model.config

@@ -4,8 +4,5 @@ It drafts chains, or dynamic trees as EAGLE-2 grows them. Any causal LM in a fol
 is recognised as one.
 """
 
-from .drafter import DraftModelDrafter
-from .options import DraftModelOptions
-
-
-__all__ = ["DraftModelDrafter", "DraftModelOptions"]
+from .drafter import DraftModelDrafter as DraftModelDrafter
+from .options import DraftModelOptions as DraftModelOptions

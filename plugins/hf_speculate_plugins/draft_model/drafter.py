@@ -111,12 +111,7 @@ def _check_sizes(folder: str) -> None:
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a causal LM.
-
-    Args:
-        model: draft model; its vocabulary must be the target's (padding rows at the end may differ).
-        options: see `DraftModelOptions`.
-    """
+    """Drafts with a causal LM of the target's vocabulary (padding rows at the end may differ)."""
 
     name = "draft_model"
     drafts_ahead = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..trees import check_sizes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftModelOptions:
@@ -20,6 +22,4 @@ class DraftModelOptions:
     max_nodes: int = 16
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"draft_model: {name} must be at least 1, got {getattr(self, name)}.")
+        check_sizes("draft_model", self, "depth", "top_k", "max_nodes")

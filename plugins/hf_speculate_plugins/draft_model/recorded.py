@@ -37,7 +37,7 @@ from hf_speculate.scoring import (
 from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree, additive
 
-from ..heads import form_of
+from ..heads import form_of, request_inputs
 from ..trees import Frontier, grow_tree, num_candidates
 from .options import DraftModelOptions
 
@@ -64,14 +64,10 @@ def model_draft(
     """Reads committed tokens and grows a dynamic tree after the last one: tokens, parents and values [B, n].
 
     Args:
-        model: draft model.
-        stacks: keys and values of all its layers.
         inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `noise` [D, B, V] of a request that
             samples.
-        warpers: processors of the request that warp logits.
         vocab_size: number of token ids that may be drafted.
         groups: query heads for each KV head if masks are folded (`fold`), else 1.
-        depth, top_k, max_nodes: see `grow_tree`; with a `top_k` of 1 the tree is a chain.
     """
     plan = inputs["plan"]
     levels = _Levels(model, stacks, inputs, warpers, vocab_size, groups)
@@ -171,14 +167,7 @@ class _Levels:
 def recorded_drafts(
     scorer: Scorer, request: DraftRequest, options: DraftModelOptions, prompt_mask: Tensor | None
 ) -> RecordedDrafts | None:
-    """The recorded drafts of a session. None if the request records nothing, or for a reason that its compiler counts.
-
-    Args:
-        scorer: scorer of the draft model.
-        request: request that the session drafts for.
-        options: options of drafting.
-        prompt_mask: mask [B, M0] of the prompt's entries; None if all are real.
-    """
+    """The recorded drafts of a session; None if it records nothing, or for a reason that its compiler counts."""
     compiler, model = request.compiler, scorer.model
     if compiler is None or has_native_layers(model):
         return None
@@ -228,9 +217,6 @@ class RecordedDrafts:
         Args:
             new: committed tokens of each row that the cache lacks, at least one (see `can_read`).
             positions: position of the first of them.
-            state: situation before the round.
-            depth: depth of the draft, at least 1.
-            top_k: branches of a level; 1 drafts a chain.
         """
         scorer, top_k = self._scorer, min(top_k, self._vocab_size)
         if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in self._layers}) > 1:
@@ -285,8 +271,5 @@ class RecordedDrafts:
         )
         prompt = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)
         inputs = {"plan": copy_to_device(rows, plan), "prompt": prompt}
-        if state.samples:
-            shape_of_noise = shape[0], batch_size, state.num_columns
-            inputs["noise"] = buffers.tensor(("draft noise", shape[0]), shape_of_noise, torch.float32, device)
-            state.fill_noise(inputs["noise"])
+        inputs |= request_inputs(buffers, state, shape[0], device)
         return self._scorer.model, stacks, inputs, tuple(state.warpers), self._vocab_size, self._groups, *shape

@@ -26,12 +26,6 @@ class DraftModelSession(DraftSession):
     `_texts[r]` are the committed tokens after the prompt (root last), `_cached[r]` those in the cache after the prompt,
     which may end in rejected drafts. The common beginning stays, the rest is fed again. So to take back a draft made
     ahead in vain, it is enough to take back its text.
-
-    Args:
-        model: draft model.
-        options: options of drafting.
-        conversations: caches of earlier turns, to which this session adds its own.
-        request: the request that the session drafts for.
     """
 
     def __init__(

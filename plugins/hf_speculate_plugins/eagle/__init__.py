@@ -5,25 +5,14 @@ other; P-EAGLE's drafts all levels at once, from masks. One `EagleSpec` describe
 dialects, and one `EagleHead` computes them.
 """
 
-from ..heads import LoadedHead
-from .drafter import EagleDrafter, EagleSession
-from .head import EagleHead
-from .saving import EagleFiles
-from .spec import EagleConventions, EagleOptions, EagleSpec
+from ..heads import LoadedHead as LoadedHead
+from .drafter import EagleDrafter as EagleDrafter
+from .drafter import EagleSession as EagleSession
+from .head import EagleHead as EagleHead
+from .saving import EagleFiles as EagleFiles
+from .spec import EagleConventions as EagleConventions
+from .spec import EagleOptions as EagleOptions
+from .spec import EagleSpec as EagleSpec
 
 
 check_fits, load_head, write_head = EagleFiles.check_fits, EagleFiles.load, EagleFiles.write
-
-__all__ = [
-    "EagleConventions",
-    "EagleDrafter",
-    "EagleFiles",
-    "EagleHead",
-    "EagleOptions",
-    "EagleSession",
-    "EagleSpec",
-    "LoadedHead",
-    "check_fits",
-    "load_head",
-    "write_head",
-]

@@ -37,9 +37,7 @@ class EagleSession(HeadSession[EagleHead]):
     token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
 
     Args:
-        loaded, options, conversations, request: see `HeadSession`.
         layers: key by which `observe` is given each feature that the head takes.
-        native: native forward of the head, if there is one.
     """
 
     _steps: Steps | None

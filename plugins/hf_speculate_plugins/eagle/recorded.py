@@ -21,7 +21,7 @@ from hf_speculate.scoring import Along, text_entries
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan, additive
 
-from ..heads import CachedAttention, CompiledForwards, form_of
+from ..heads import CachedAttention, CompiledForwards, form_of, log_noise_of, request_inputs
 from ..trees import Frontier, grow_tree, num_candidates
 from .head import EagleHead
 from .spec import EagleOptions, TreeSize
@@ -73,10 +73,9 @@ def eagle_draft(
     """Reads the entries of a round, and grows a dynamic tree after the last one: tokens, parents and values [B, n].
 
     Args:
-        stacks: keys and values of all layers.
         inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `root` [B, Hd], states that rank
             the root's children, written where a row has entries to read. `features`, one [B, J, Ht] for each that the
-            head takes, if any are read; `noise` [D, B, V] of a sampled request; `target_ids` [Vd], where there are any.
+            head takes, if any are read; `request_inputs`.
     """
     plan, root = inputs["plan"], inputs["root"]
     lengths, positions = plan[:, _LENGTH], plan[:, _POSITION]
@@ -86,7 +85,7 @@ def eagle_draft(
         last = states[torch.arange(len(plan), device=plan.device), (counts - 1).clamp(min=0)]
         root.copy_(torch.where(counts[:, None] > 0, last, root))
         lengths, positions = lengths + counts, positions + counts
-    levels = _Levels(head, stacks, inputs, warpers, lengths, positions, depth)
+    levels = _Levels(head, stacks, inputs, warpers, lengths, positions)
     tree = grow_tree(
         plan[:, _ROOT],
         levels.scores(root[:, None], 0)[:, 0],
@@ -126,7 +125,6 @@ class _Levels:
     Args:
         lengths: entries of each row's text, [B].
         positions: position of the next one, [B].
-        depth: levels of the tree.
     """
 
     def __init__(
@@ -137,17 +135,12 @@ class _Levels:
         warpers: Warpers,
         lengths: Tensor,
         positions: Tensor,
-        depth: int,
     ):
         self._head, self._stacks, self._warpers, self._positions = head, stacks, warpers, positions
         prefix = text_entries(inputs["prompt"], lengths)
         self._first, self._mask = lengths.max(), additive(prefix[:, None, None], head.dtype)
         self._slots: Tensor | None = None
-        self._log_noise = None
-        if (noise := inputs.get("noise")) is not None:
-            target_ids, width = inputs.get("target_ids"), head.spec.draft_vocab_size
-            columns = noise[:depth] if target_ids is None else noise[:depth, :, target_ids]
-            self._log_noise = columns[..., :width].log()
+        self._log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
 
     def scores(self, hidden: Tensor, depth: int) -> Tensor:
         """Scores of the children of nodes at `depth` [B, N, C]; keeps the states that these take."""
@@ -264,23 +257,16 @@ class CompiledSteps(CompiledForwards):
             "prompt": self.prompt(buffers, batch_size, capacity),
             "root": self._root,
             "features": self._placed(buffers, features, num_read),
+            **request_inputs(buffers, state, shape[0], head.device, self._loaded.target_ids),
         }
-        if state.samples:
-            shape_of_noise = shape[0], batch_size, state.num_columns
-            inputs["noise"] = buffers.tensor(("noise", shape[0]), shape_of_noise, torch.float32, head.device)
-            state.fill_noise(inputs["noise"])
-        if self._loaded.target_ids is not None:
-            inputs["target_ids"] = self._loaded.target_ids
         return head, stacks, inputs, tuple(state.warpers), *shape
 
     def _placed(self, buffers: Buffers, features: Sequence[Tensor], num_read: int) -> list[Tensor]:
         """The features in one buffer for `num_read` entries. What follows the real ones is left from earlier rounds."""
         if not features:
             return []
-        sources, sizes = (
-            [to_device(each, self._head.device) for each in features],
-            [each.shape[-1] for each in features],
-        )
+        sources = [to_device(each, self._head.device) for each in features]
+        sizes = [each.shape[-1] for each in features]
         shape = len(sources[0]), num_read, sum(sizes)
         placed = buffers.tensor(("features", num_read), shape, sources[0].dtype, self._head.device)
         torch.cat(sources, dim=-1, out=placed[:, : sources[0].shape[1]])

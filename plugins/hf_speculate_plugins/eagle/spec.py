@@ -14,6 +14,7 @@ from typing import Literal
 from hf_speculate.drafting import RAW_LAST
 
 from ..checkpoints import HeadSpec
+from ..trees import check_sizes
 
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm", "llama.cpp"]
@@ -170,15 +171,12 @@ class EagleOptions:
     max_nodes: int = 24
 
     def __post_init__(self) -> None:
-        for name in ("depth", "top_k", "max_nodes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"eagle: {name} must be at least 1, got {value}.")
+        check_sizes("eagle", self, "depth", "top_k", "max_nodes")
 
     def width(self, samples: bool, num_nodes: float | None = None) -> int:
         """Branches of a level, for a request that samples or not.
 
         Args:
-            samples: whether it samples.
             num_nodes: number of draft nodes that pay (`DraftState.num_nodes`); None if unknown.
         """
         if self.top_k is not None:

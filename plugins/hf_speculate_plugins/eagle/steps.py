@@ -36,13 +36,7 @@ _CHUNK = 1024
 
 
 class PlainSteps:
-    """Forwards of the modules as they are; the reference.
-
-    Args:
-        loaded: the head.
-        reading: entries that it has read.
-        native: forward that runs instead of the head's where it can.
-    """
+    """Forwards of the modules as they are; the reference."""
 
     def __init__(self, loaded: LoadedHead[EagleHead], reading: Reading, native: Native | None = None):
         self._loaded, self._reading, self._native = loaded, reading, native
@@ -59,8 +53,6 @@ class PlainSteps:
     ) -> tuple[Float[Tensor, "B F Vd"], Float[Tensor, "B F Hd"]]:
         """Runs the last F nodes of a forest whose earlier nodes were run since the last `Reading.drop`.
 
-        Args:
-            plan: structure of the forest, its roots being children of the entry committed last.
         Returns:
             `EagleHead.read` of these nodes.
         """
@@ -76,10 +68,8 @@ class PlainSteps:
     ) -> tuple[DraftTree, Tensor] | None:
         """Commits pending entries and draws a dynamic tree after them; returns it with the states of the last entry.
 
-        None, and nothing done, where the one has to be done after the other.
-
-        Args:
-            root: states of the entry committed last; rows without pending entries keep them.
+        None, and nothing done, where the one has to be done after the other. Rows without pending entries keep `root`,
+        the states of the entry committed last.
         """
         return None
 
@@ -100,12 +90,8 @@ def read_prompt(
     states: Float[Tensor, "B J Hd"],
     native: Native | None = None,
 ) -> Float[Tensor, "B Hd"]:
-    """Commits the prompt's entries, padding included; returns the states of the last one. Prompts have many lengths:
-    this is never compiled.
-
-    Args:
-        native: forward that runs short prompts, where it can.
-    """
+    """Commits the prompt's entries, padding included; returns the states of the last one. Never compiled: prompts have
+    many lengths."""
     hidden = states
     for start in range(0, token_ids.shape[1], _CHUNK):
         part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
@@ -125,11 +111,7 @@ def read_prompt(
 def tree_of_levels(
     loaded: LoadedHead[EagleHead], level: RunLevel, root: Tensor, state: DraftState, size: TreeSize
 ) -> DraftTree:
-    """A dynamic tree, level by level; for the other arguments see `PlainSteps.tree`.
-
-    Args:
-        level: function that runs one level.
-    """
+    """A dynamic tree, level by level; for the other arguments see `PlainSteps.tree`."""
     target_ids = loaded.target_ids
     logits, fed_back = loaded.head.read(root[:, None])
 

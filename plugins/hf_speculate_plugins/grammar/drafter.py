@@ -15,6 +15,7 @@ from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
+from ..trees import check_sizes
 from .growth import Growth
 from .guides import Guide, are_constrained, guides_of
 from .style import Style, longer
@@ -41,9 +42,7 @@ class GrammarOptions:
     max_nodes: int = 24
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ValueError(f"grammar: {name} must be at least 1, got {getattr(self, name)}.")
+        check_sizes("grammar", self, "depth", "max_nodes")
 
 
 def _warn(error: Exception) -> None:
@@ -76,14 +75,7 @@ class GuidedRow:
 
 
 class GrammarSession(DraftSession):
-    """Drafts along the guides of a request's rows.
-
-    Args:
-        options: options of the drafter.
-        guides: guide of every row; None if the request has no constraint.
-        style: counts of earlier requests, to which this request adds its own.
-        drafter: drafter that gets the counts at the end.
-    """
+    """Drafts along the guides of a request's rows."""
 
     def __init__(self, options: GrammarOptions, guides: Sequence[Guide] | None, style: Style, drafter: GrammarDrafter):
         self._options, self._style, self._drafter = options, style, drafter
@@ -139,9 +131,6 @@ class GrammarDrafter(Drafter):
     Constraints are: a processor with a method `forced_tokens(prefix)`, which takes the text of a row (int64 [T]) and
     returns the token ids that must follow; `prefix_allowed_tokens_fn`, where it allows a single token; a processor of
     xgrammar, or of outlines with any of its backends. Of several, the first is used.
-
-    Args:
-        options: see `GrammarOptions`.
 
     Attributes:
         style: counts of tokens from earlier requests, without any content.

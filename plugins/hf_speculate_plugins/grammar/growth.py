@@ -19,10 +19,6 @@ class Growth:
     """Grows one row's tree by walking a guide over it.
 
     Args:
-        guide: cursor at the root. It is at the root again afterwards.
-        style: counts of tokens, for places where the grammar leaves a choice.
-        is_text: test for tokens with content.
-        max_depth: greatest depth of a node.
         most: largest number of nodes to add.
     """
 
@@ -34,7 +30,6 @@ class Growth:
         """The tree with its allowed nodes and the added ones.
 
         Args:
-            row: tree with values.
             last: last tokens of the text, up to the root.
         """
         assert row.values is not None
@@ -52,8 +47,6 @@ class Growth:
         Args:
             place: index of the node in the new tree.
             drafted: its index in the given tree; None if it was added.
-            last: last tokens up to the node.
-            depth: depth of the node.
         """
         if depth >= self._max_depth:
             return

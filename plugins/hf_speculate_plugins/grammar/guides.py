@@ -50,13 +50,7 @@ class Guide(ABC):
 def guides_of(
     processors: LogitsProcessorList, texts: Sequence[Sequence[int]], vocabulary: Vocabulary
 ) -> list[Guide] | None:
-    """One guide a row, at the end of the prompt, for the first processor that is a constraint; None without one.
-
-    Args:
-        processors: logits processors of the request.
-        texts: prompts of the rows as the processors see them, with padding.
-        vocabulary: bytes of the target's tokens.
-    """
+    """One guide a row, at the end of the prompt, for the first processor that is a constraint; None without one."""
     for processor in processors:
         for is_known, make in _SOURCES:
             if is_known(processor):
@@ -119,12 +113,7 @@ class DeclaredGuide(_TextGuide):
 
 
 class XGrammarGuide(Guide):
-    """A grammar of xgrammar.
-
-    Args:
-        compiled: `xgrammar.CompiledGrammar`.
-        vocabulary: bytes of the target's tokens.
-    """
+    """A grammar of xgrammar."""
 
     def __init__(self, compiled: Any, vocabulary: Vocabulary):
         from xgrammar import GrammarMatcher  # pyright: ignore[reportMissingImports]

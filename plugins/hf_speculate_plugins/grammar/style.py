@@ -33,29 +33,18 @@ def longer(last: Sequence[int], token: int) -> list[int]:
 
 @dataclass
 class Style:
-    """Counts of tokens by place.
-
-    Attributes:
-        counts: place -> counts of the tokens that came there.
-    """
+    """Counts of tokens by place."""
 
     counts: defaultdict[Place, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
 
     def learn(self, possible: Possible, last: Sequence[int], token: int, is_text: IsText) -> None:
-        """Counts a token of the text.
-
-        Args:
-            possible: continuations that were possible.
-            last: tokens before it.
-            token: the token.
-            is_text: test for tokens with content.
-        """
+        """Counts a token of the text."""
         if not possible.is_certain:
             for place in _places(possible, last, is_text):
                 self.counts[place][token] += 1
 
     def proposals(self, possible: Possible, last: Sequence[int], is_text: IsText) -> list[tuple[int, float]]:
-        """Likely next tokens with their probabilities, most probable first. The arguments are those of `learn`."""
+        """Likely next tokens with their probabilities, most probable first."""
         if possible.is_certain:
             return [(possible.tokens[0], 1.0)]
         guess = {possible.tokens[0]: _LONGEST} if possible.tokens else {}

@@ -27,7 +27,6 @@ class Words:
     """The bytes of all tokens, and an index to find the tokens that begin a text.
 
     Args:
-        texts: bytes of every token id.
         names: token ids that never stand in a text, such as special tokens.
     """
 

@@ -3,29 +3,22 @@
 The drafters and sessions of methods are built on these; nothing here knows a method.
 """
 
-from .compiled import CompiledForwards, form_of
-from .drafter import HeadDrafter, HeadSession
-from .files import HeadFiles, Limit, Written
-from .head import MLP, Attend, Attention, CachedAttention, LoadedHead, SharingHead, known_rows, rotary_embedding
-from .reading import Place, Reading
-
-
-__all__ = [
-    "MLP",
-    "Attend",
-    "Attention",
-    "CachedAttention",
-    "CompiledForwards",
-    "HeadDrafter",
-    "HeadFiles",
-    "HeadSession",
-    "Limit",
-    "LoadedHead",
-    "Place",
-    "Reading",
-    "SharingHead",
-    "Written",
-    "form_of",
-    "known_rows",
-    "rotary_embedding",
-]
+from .compiled import CompiledForwards as CompiledForwards
+from .compiled import form_of as form_of
+from .compiled import log_noise_of as log_noise_of
+from .compiled import request_inputs as request_inputs
+from .drafter import HeadDrafter as HeadDrafter
+from .drafter import HeadSession as HeadSession
+from .files import HeadFiles as HeadFiles
+from .files import Limit as Limit
+from .files import Written as Written
+from .head import MLP as MLP
+from .head import Attend as Attend
+from .head import Attention as Attention
+from .head import CachedAttention as CachedAttention
+from .head import LoadedHead as LoadedHead
+from .head import SharingHead as SharingHead
+from .head import known_rows as known_rows
+from .head import rotary_embedding as rotary_embedding
+from .reading import Place as Place
+from .reading import Reading as Reading

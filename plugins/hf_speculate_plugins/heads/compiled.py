@@ -6,10 +6,11 @@ entries, and everything else that changes comes in as tensors at addresses that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from hf_speculate.cache import PreallocatedLayer
@@ -36,15 +37,7 @@ Result = TypeVar("Result")
 
 
 class CompiledForwards:
-    """Compiled forwards of one head after one reading.
-
-    Args:
-        plain: the same forwards uncompiled.
-        loaded: a head that has no `problem_with_head`.
-        reading: entries that it has read; layers that its cache lacks are made.
-        options: options of drafting, of which the sizes of forwards follow.
-        compiler: the request's compiler.
-    """
+    """Compiled forwards of one head after one reading."""
 
     def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, compiler: Compiler):
         self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler
@@ -114,6 +107,26 @@ class CompiledForwards:
         """`Compiler.run` for this head, with the attention backends of our forwards."""
         with tree_backends(self._head.device):
             return self._compiler.run(self._head, self._head.device, key, function, arguments, plain)
+
+
+def request_inputs(
+    buffers: Buffers, state: DraftState, depth: int, device: torch.device, target_ids: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Inputs of a compiled draft: `noise` [D, B, V] if the request samples, `target_ids` [Vd] if there are any."""
+    inputs = {} if target_ids is None else {"target_ids": target_ids}
+    if state.samples:
+        shape = depth, len(state.root_ids), state.num_columns
+        inputs["noise"] = buffers.tensor(("noise", depth), shape, torch.float32, device)
+        state.fill_noise(inputs["noise"])
+    return inputs
+
+
+def log_noise_of(inputs: Mapping[str, Any], width: int) -> Float[Tensor, "D B C"] | None:
+    """Logarithms of the noise in `request_inputs`, at up to `width` draft tokens; None for a greedy request."""
+    if (noise := inputs.get("noise")) is None:
+        return None
+    target_ids = inputs.get("target_ids")
+    return (noise if target_ids is None else noise[..., target_ids])[..., :width].log()
 
 
 def form_of(state: DraftState) -> tuple[bool, str]:

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 class HeadDrafter(Drafter, Generic[Head]):
     """Drafts with a head of decoder layers.
 
-    Args:
-        loaded: the head.
-        target: model that the head was loaded for; the drafter keeps only its sizes and name.
-        options: instance of the first of `options_classes`; None: its defaults.
-
     Class attributes:
         options_classes: options of drafting, and options of reading a head (conventions).
         head_files: reads and writes the heads of the method.
@@ -147,14 +142,7 @@ class HeadDrafter(Drafter, Generic[Head]):
 
 
 class HeadSession(DraftSession, Generic[Head]):
-    """One request of a head: the entries that it has read, and the turn that it continues.
-
-    Args:
-        loaded: the head.
-        options: options of drafting.
-        conversations: sessions find earlier turns here, and leave theirs.
-        request: the request that the session drafts for.
-    """
+    """One request of a head: the entries that it has read, and the turn that it continues."""
 
     def __init__(
         self, loaded: LoadedHead[Head], options: Any, conversations: Conversations[Any], request: DraftRequest
@@ -196,10 +184,5 @@ class HeadSession(DraftSession, Generic[Head]):
         return self._go_on(left, num_alike, first, count)
 
     def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
-        """The reading of the last turn, made ready for `count` entries after the first `first`.
-
-        Args:
-            left: value from `_left` of the last turn.
-            num_alike: tokens at the start of the text that are those of the last turn.
-        """
+        """The reading of the last turn, made ready for `count` entries after the first `first`."""
         return left.resumed(first, count) if num_alike >= first else None

@@ -45,8 +45,7 @@ from ..checkpoints import (
     were_trained,
     write_checkpoint,
 )
-from .head import Head, LoadedHead, built_head
-from .packed import dense_state, keep_packed
+from .head import Head, LoadedHead, built_head, dense_state, keep_packed
 
 
 logger = get_logger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import tree_backends, unhooked
+from hf_speculate.scoring import output_rows, tree_backends, unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead
@@ -60,15 +60,7 @@ class CachedAttention:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of a head, with optional norms of queries and keys.
-
-    Args:
-        spec: sizes.
-        layer: index of the layer.
-        input_size: width of its inputs.
-        bias: whether queries, keys and values have biases.
-        output_bias: whether the output has one.
-    """
+    """Grouped-query attention of a head, with optional norms of queries and keys."""
 
     def __init__(self, spec: HeadSpec, layer: int, input_size: int, bias: bool, output_bias: bool):
         super().__init__()
@@ -233,11 +225,6 @@ def built_head(
 ) -> Any:
     """A head on the meta device.
 
-    Args:
-        head_class: class of the head.
-        opened: its files.
-        embed_tokens, lm_head: modules of the target, see `SharingHead`.
-        kind: kind of head, for messages.
     Raises:
         CheckpointError: an unknown activation, or RoPE parameters that give no angles, for short texts or for long.
     """
@@ -276,3 +263,41 @@ def call_on_weight_device(module: Any, inputs: Tensor) -> Tensor:
     offloaded module is nowhere: its hook fetches weight and inputs."""
     device = module.weight.device
     return unhooked(module)(inputs if device.type == "meta" else to_device(inputs, device))
+
+
+def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
+    """Replaces projections and output matrix by layers that stay packed, where the kernel can multiply with these.
+
+    Everything else keeps the values that it was loaded with: rows of embeddings, and of a Markov head, are looked up.
+    """
+    from hf_speculate_gguf.native import (  # and the package for packed targets
+        NativeBackend,
+        PackedLinear,
+        choose_backend,
+    )
+
+    first = next(head.parameters())
+    backend = choose_backend("auto", first.device, first.dtype) if first.device.type == "cpu" else None
+    if not isinstance(backend, NativeBackend):
+        return
+    for name, module in list(head.named_modules()):
+        matrix = packed.get(f"{name}.weight")
+        is_projection = name in ("fc", "lm_head") or name.startswith("layers.")
+        if matrix is None or not is_projection or type(module) is not nn.Linear:
+            continue
+        tensors = backend.pack(matrix, first.dtype, first.device)
+        bias = None if module.bias is None else module.bias.data
+        layer = PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, backend, tensors, bias)
+        parent, _, attribute = name.rpartition(".")
+        setattr(head.get_submodule(parent), attribute, layer.eval())
+
+
+@torch.no_grad()
+def dense_state(head: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state of a head with values in place of packed bytes."""
+    found = dict(head.state_dict())
+    for name, module in head.named_modules():
+        layer: Any = module
+        if f"{name}.weight" in found and not found[f"{name}.weight"].is_floating_point():
+            found[f"{name}.weight"] = output_rows(layer, layer.in_features, dtype)
+    return found

@@ -32,7 +32,6 @@ class Reading:
     """The entries of one request. Others run the head over them.
 
     Args:
-        head: head that has read the entries.
         prompt_mask: bool [B, J], the entries of the prompt that are real; None when all are.
         positions: int64 [B, J], position of every entry of the prompt.
         cache: entries of the text before the prompt that an earlier turn has read; all of them are real.
@@ -73,9 +72,6 @@ class Reading:
         head starts cold but at the right place.
 
         Args:
-            head: head that is to read the prompt.
-            request: the request.
-            shape: B and J.
             resume: function that returns the earlier turn's reading of so many entries, made ready for this one; None
                 if there is none.
         """
@@ -116,11 +112,7 @@ class Reading:
         return positions, self._masks(_causal(count), positions)
 
     def node_place(self, plan: TreePlan, count: int) -> Place:
-        """Positions and masks of the last `count` nodes of a forest whose earlier nodes were run since the last `drop`.
-
-        Args:
-            plan: structure of the forest, its roots being children of the entry committed last.
-        """
+        """Positions and masks of the last `count` nodes of a forest whose earlier nodes were run since `drop`."""
         first = plan.num_nodes - count
         positions = self.positions_at(plan.depths[:, first:])
         return positions, self._masks(plan, positions, first)
@@ -168,9 +160,6 @@ class Reading:
         """Masks of a forward over the nodes of `plan` from `first` on, one a layer.
 
         Args:
-            plan: structure of the nodes.
-            positions: int64 [B, n], positions of these nodes.
-            first: index of the first of them.
             block: bool [B, n], the nodes that are real; None if all are.
         """
         num_prefix, visible = self.cache.append_index, self.visible()

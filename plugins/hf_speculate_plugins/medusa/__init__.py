@@ -4,14 +4,7 @@ All heads run in one pass, head h proposing the tokens of depth h + 1, and a tre
 with their best tokens. There is no draft cache: a session keeps one hidden state per row.
 """
 
-from .drafter import MedusaDrafter, MedusaOptions
-from .head import MedusaHeads
-from .tree import StaticTree
-
-
-__all__ = [
-    "MedusaDrafter",
-    "MedusaHeads",
-    "MedusaOptions",
-    "StaticTree",
-]
+from .drafter import MedusaDrafter as MedusaDrafter
+from .drafter import MedusaOptions as MedusaOptions
+from .head import MedusaHeads as MedusaHeads
+from .tree import StaticTree as StaticTree

@@ -21,9 +21,10 @@ from hf_speculate.scoring import weight_device
 from hf_speculate.speculator import check_head_vocabulary, read_options
 from hf_speculate.tree import DraftTree
 
-from ..checkpoints import LoadReport, check_stated_target, checkpoint_files
+from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes
+from ..trees import check_sizes
 from .head import MedusaHeads, QuickOutputs
-from .loading import LayoutName, check_backbone, holds_heads, read_heads
+from .loading import PREFIXES, check_backbone, layout_of, read_heads
 from .saving import check_layout, convert_heads, describe_heads, write_heads
 from .steps import Seen, Steps, steps_of
 from .tree import ACCURACIES, StaticTree, best_static_tree
@@ -50,19 +51,11 @@ class MedusaOptions:
     max_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_nodes is not None and self.max_nodes < 1:
-            raise ValueError(f"medusa: max_nodes must be at least 1, got {self.max_nodes}.")
+        check_sizes("medusa", self, "max_nodes")
 
 
 class MedusaSession(DraftSession):
-    """Keeps the states of the last round: of each row, the newest token was chosen from one of them.
-
-    Args:
-        num_heads: number of heads.
-        tree: the static tree that their best tokens fill.
-        layer: key by which `observe` is given the features that the heads read.
-        steps: steps that draft for this request.
-    """
+    """Keeps the states of the last round: of each row, the newest token was chosen from one of them."""
 
     def __init__(self, num_heads: int, tree: StaticTree, layer: int, steps: Steps):
         self.tree, self._num_heads, self._layer, self._steps = tree, num_heads, layer, steps
@@ -87,10 +80,6 @@ class MedusaDrafter(Drafter):
     """Drafts with Medusa heads.
 
     Args:
-        heads: the heads.
-        target: model that the heads belong to; the drafter keeps only its sizes.
-        options: see `MedusaOptions`.
-        report: account of every tensor of the checkpoint that the heads were read from.
         tree: the static tree to draft, cut to the number of heads; None: the best one of `max_nodes` nodes.
 
     Attributes:
@@ -145,7 +134,7 @@ class MedusaDrafter(Drafter):
         heads = heads.to(device=weight_device(target.get_output_embeddings(), target), dtype=target.dtype)
         return cls(heads, target, parsed, checkpoint.report)
 
-    def save_pretrained(self, path: str | os.PathLike, layout: LayoutName | str | None = None) -> SavedHead:
+    def save_pretrained(self, path: str | os.PathLike, layout: str | None = None) -> SavedHead:
         """Writes the heads in a published layout.
 
         Args:
@@ -159,7 +148,7 @@ class MedusaDrafter(Drafter):
         write_heads(path, self.heads, layout, vocab_size=self._target_vocab_size, base_model=self._target_name)
         return SavedHead("medusa", layout, self._target_name)
 
-    def check_layout(self, layout: LayoutName | str | None = None) -> str:
+    def check_layout(self, layout: str | None = None) -> str:
         """The layout that `save_pretrained` would write, checked."""
         layout = layout or ("fasterdecoding" if self.heads.token_ids is None else "vllm")
         check_layout(layout, self.heads)
@@ -167,7 +156,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
-        return holds_heads(folder)
+        return layout_of(tensor_shapes(folder, strip=PREFIXES)) is not None
 
     @classmethod
     def describe(cls, folder: str) -> SavedHead:

@@ -87,7 +87,6 @@ class MedusaHeads(nn.Module):
         """Logits of the first `num_heads` heads (default: all).
 
         Args:
-            features: the target's last hidden states, after its final norm.
             lm_head: the target's output layer, for heads that have no matrix of their own. It is called, not copied: it
                 may be quantised, and at 128 000 tokens it is the largest tensor there is.
         """
@@ -120,12 +119,7 @@ class MedusaHeads(nn.Module):
 
 
 class HeadForward:
-    """Runs the heads of one request.
-
-    Args:
-        heads: the heads.
-        lm_head: the target's output layer, for heads without a matrix.
-    """
+    """Runs the heads of one request."""
 
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module | None):
         self._heads, self._lm_head = heads, lm_head
@@ -136,12 +130,7 @@ class HeadForward:
 
 
 class QuickForward(HeadForward):
-    """The forward with output matrices in 8 bits, which most of a draft's reading is for.
-
-    Args:
-        heads: the heads.
-        outputs: output layers in 8 bits, from `QuickOutputs.of`.
-    """
+    """The forward with output matrices in 8 bits, which most of a draft's reading is for."""
 
     def __init__(self, heads: MedusaHeads, outputs: Sequence[RoundedLinear]):
         super().__init__(heads, None)
@@ -156,11 +145,7 @@ class QuickForward(HeadForward):
 
 
 class QuickOutputs:
-    """Output matrices in 8 bits, on a CPU that has the kernel. Own ones are made once, a target's once a target.
-
-    Args:
-        heads: the heads; they may move.
-    """
+    """Output matrices in 8 bits, on a CPU that has the kernel. Own ones are made once, a target's once a target."""
 
     def __init__(self, heads: MedusaHeads):
         self._heads = heads

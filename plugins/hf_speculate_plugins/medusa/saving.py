@@ -12,27 +12,16 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 
 from ..checkpoints import ConfigValues, LoadReport, TargetFiles, read_config, tensor_shapes, write_checkpoint
+from ..heads import Written
 from .head import MedusaHeads
-from .loading import LAYOUTS, PREFIXES, Layout, LayoutName, find_layout, read_heads
-
-
-# File name, tensors, config.
-_Written = tuple[str, dict[str, Tensor], dict[str, Any]]
+from .loading import LAYOUTS, PREFIXES, layout_of, read_heads
 
 
 def write_heads(
-    path: str | os.PathLike,
-    heads: MedusaHeads,
-    layout: LayoutName | str,
-    *,
-    vocab_size: int | None,
-    base_model: str | None = None,
+    path: str | os.PathLike, heads: MedusaHeads, layout: str, *, vocab_size: int | None, base_model: str | None = None
 ) -> None:
     """Writes heads so that the projects of that layout, and `loading`, read them.
 
-    Args:
-        vocab_size: size of the target's vocabulary; None if unknown.
-        base_model: name of the target, for the config.
     Raises:
         CheckpointError: the layout cannot express these heads.
     """
@@ -53,8 +42,8 @@ def check_layout(layout: str, heads: MedusaHeads, can_add_output: bool = False) 
     Args:
         can_add_output: whether heads that use the target's output matrix may get a copy of it.
     """
-    if layout not in ("fasterdecoding", "vllm"):
-        raise CheckpointError(f"medusa: unknown layout {layout!r}; known are 'fasterdecoding' and 'vllm'.")
+    if layout not in LAYOUTS:
+        raise CheckpointError(f"medusa: unknown layout {layout!r}; known are {' and '.join(map(repr, LAYOUTS))}.")
     if layout == "fasterdecoding" and heads.token_ids is not None:
         raise CheckpointError("the fasterdecoding layout has no truncated vocabulary; use layout='vllm'.")
     if layout == "vllm" and heads.output_weight is None and not can_add_output:
@@ -63,57 +52,54 @@ def check_layout(layout: str, heads: MedusaHeads, can_add_output: bool = False) 
         )
 
 
-def _block_tensors(heads: MedusaHeads, layout: Layout, zero_bias: bool) -> dict[str, Tensor]:
+def _tensors(heads: MedusaHeads, layout: str) -> dict[str, Tensor]:
+    """Blocks and output matrices under the names of the layout; fasterdecoding's blocks always have biases."""
+    names, outputs, biases = LAYOUTS[layout], heads.output_weight, heads.block_bias
+    if layout == "fasterdecoding":
+        biases = heads.block_weight.new_zeros(heads.block_weight.shape[:3]) if biases is None else biases
+        outputs = None if outputs is None else outputs.expand(heads.num_heads, -1, -1)
     tensors = {}
     for head in range(heads.num_heads):
         for layer in range(heads.num_layers):
-            name = layout.block(head, layer)
+            name = names.block.format(head=head, layer=layer)
             tensors[f"{name}.weight"] = heads.block_weight[head, layer]
-            if heads.block_bias is not None:
-                tensors[f"{name}.bias"] = heads.block_bias[head, layer]
-            elif zero_bias:
-                tensors[f"{name}.bias"] = heads.block_weight.new_zeros(heads.hidden_size)
+            if biases is not None:
+                tensors[f"{name}.bias"] = biases[head, layer]
+    for head, output in enumerate(() if outputs is None else outputs):
+        tensors[names.output.format(head=head, num_layers=heads.num_layers)] = output
     return tensors
 
 
-def _as_fasterdecoding(heads: MedusaHeads) -> _Written:
+def _as_fasterdecoding(heads: MedusaHeads) -> Written:
     """Files of the project's trainers: `medusa_lm_head.pt`, or version 2 without output matrices."""
-    layout = LAYOUTS[0]
     config: dict[str, Any] = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": heads.num_layers}
-    tensors = _block_tensors(heads, layout, zero_bias=True)
+    tensors = _tensors(heads, "fasterdecoding")
     if heads.output_weight is None:
         return "medusa_lm_head.safetensors", tensors, config | {"version": "2"}
-    outputs = heads.output_weight.expand(heads.num_heads, -1, -1)
-    tensors |= {layout.output(head, heads.num_layers): outputs[head] for head in range(heads.num_heads)}
     return "medusa_lm_head.pt", tensors, config
 
 
-def _as_vllm(heads: MedusaHeads, vocab_size: int | None) -> _Written:
+def _as_vllm(heads: MedusaHeads, vocab_size: int | None) -> Written:
     """Files that vLLM's `MedusaModel` reads."""
-    layout, outputs = LAYOUTS[1], heads.output_weight
+    tensors, outputs = _tensors(heads, "vllm"), heads.output_weight
     assert outputs is not None  # `check_layout`
-    tensors = _block_tensors(heads, layout, zero_bias=False)
-    tensors |= {layout.output(head, heads.num_layers): output for head, output in enumerate(outputs)}
     if heads.token_ids is not None:
         tensors["token_map"] = heads.token_ids
-    return (
-        "model.safetensors",
-        tensors,
-        {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": heads.hidden_size,
-            "vocab_size": outputs.shape[1] if heads.token_ids is None else vocab_size,
-            "truncated_vocab_size": outputs.shape[1],
-            "num_heads": heads.num_heads,
-            "num_hidden_layers": heads.num_layers,
-            "medusa_fc_bias": heads.block_bias is not None,
-            "original_lm_head": outputs.shape[0] == 1 and heads.num_heads > 1,
-            "max_paths": 64,
-            "topk": 10,
-            "torch_dtype": str(heads.dtype).removeprefix("torch."),
-        },
-    )
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": heads.hidden_size,
+        "vocab_size": outputs.shape[1] if heads.token_ids is None else vocab_size,
+        "truncated_vocab_size": outputs.shape[1],
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_layers,
+        "medusa_fc_bias": heads.block_bias is not None,
+        "original_lm_head": outputs.shape[0] == 1 and heads.num_heads > 1,
+        "max_paths": 64,
+        "topk": 10,
+        "torch_dtype": str(heads.dtype).removeprefix("torch."),
+    }
+    return "model.safetensors", tensors, config
 
 
 def convert_heads(
@@ -139,38 +125,28 @@ def convert_heads(
             f"{target.text_config.hidden_size}: they belong to another model."
         )
     if layout == "vllm" and heads.output_weight is None:
-        heads = _with_output(heads, folder, target)
+        if target is None:
+            raise CheckpointError(
+                f"the heads in {folder} use the target's output matrix, which the vllm layout stores: give the target "
+                "(--target)."
+            )
+        # In its own dtype, which may be another than that of the blocks.
+        heads = heads.with_output(target.output_embeddings().weight.data[None])
     if checkpoint.backbone:
         lost = {"backbone": f"it was trained with the heads: they draft well only for the model in {folder}"}
         report = dataclasses.replace(report, missing={**report.missing, **lost})
-    write_heads(path, heads, layout, vocab_size=_vocab_size(heads, config, target), base_model=name)
+    if target is not None:
+        vocab_size = target.text_config.vocab_size
+    elif "vocab_size" in config:
+        vocab_size = config.size("vocab_size")
+    else:
+        vocab_size = heads.vocab_size if heads.token_ids is None else None
+    write_heads(path, heads, layout, vocab_size=vocab_size, base_model=name)
     return SavedHead("medusa", layout, name), report
 
 
 def describe_heads(folder: str) -> SavedHead:
-    """Layout and target of the heads in `folder`, as far as it names them."""
-    layout = find_layout(tensor_shapes(folder, strip=PREFIXES))
-    if layout is None:
-        raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
-    config = ConfigValues(folder, read_config(folder))
-    return SavedHead("medusa", layout.name, config.text("base_model_name_or_path"))
-
-
-def _with_output(heads: MedusaHeads, folder: str, target: TargetFiles | None) -> MedusaHeads:
-    """The same heads with a copy of the target's output matrix, one for all."""
-    if target is None:
-        raise CheckpointError(
-            f"the heads in {folder} use the target's output matrix, which the vllm layout stores: give the target "
-            "(--target)."
-        )
-    # In its own dtype, which may be another than that of the blocks.
-    return heads.with_output(target.output_embeddings().weight.data[None])
-
-
-def _vocab_size(heads: MedusaHeads, config: ConfigValues, target: TargetFiles | None) -> int | None:
-    """Size of the target's vocabulary; None where it is unknown, which matters for truncated vocabularies only."""
-    if target is not None:
-        return target.text_config.vocab_size
-    if "vocab_size" in config:
-        return config.size("vocab_size")
-    return heads.vocab_size if heads.token_ids is None else None
+    """Layout and target of the heads in a folder that holds some, as far as it names them."""
+    layout = layout_of(tensor_shapes(folder, strip=PREFIXES))
+    assert layout is not None
+    return SavedHead("medusa", layout, ConfigValues(folder, read_config(folder)).text("base_model_name_or_path"))

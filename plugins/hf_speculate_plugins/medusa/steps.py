@@ -18,7 +18,7 @@ from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import form_of
+from ..heads import form_of, log_noise_of, request_inputs
 from ..trees import log_shares, slot_scores
 from .head import HeadForward, MedusaHeads, QuickForward, QuickOutputs
 from .tree import StaticTree, TreeTensors, tree_tensors
@@ -56,12 +56,7 @@ def max_seen(num_heads: int) -> int:
 
 
 class PlainSteps:
-    """The draft as it is; the reference.
-
-    Args:
-        heads: the heads.
-        forward: forward that runs them.
-    """
+    """The draft as it is; the reference."""
 
     def __init__(self, heads: MedusaHeads, forward: HeadForward):
         self._heads, self._forward = heads, forward
@@ -93,12 +88,7 @@ def filled(
     """Tokens and values of a static tree.
 
     Args:
-        form: the tree.
-        num_ranks: `StaticTree.num_ranks` of the tree.
-        roots: node 0 of every row.
-        logits: logits of the heads.
         log_noise: noise of the heads' steps, see `DraftState.log_noise`.
-        warpers: warpers of the request.
         token_ids: target token of each column of `logits`; None where they are the same.
     """
     shares, best = log_shares(slot_scores(logits, log_noise, warpers), num_ranks)
@@ -129,29 +119,16 @@ def medusa_draft(
     """Tokens and values of a static tree [B, N].
 
     Args:
-        inputs: `plan` [B, 2]; `features` [B, J, H], of which one is the newest state of a row; `noise` [D, B, V] of a
-            sampled request.
-        form, num_ranks: the tree, see `filled`.
-        depth: depth of the tree.
+        inputs: `plan` [B, 2]; `features` [B, J, H], of which one is the newest state of a row; `request_inputs`.
     """
-    plan, token_ids = inputs["plan"], heads.token_ids
+    plan, token_ids = inputs["plan"], inputs.get("target_ids")
     logits = heads(_states_at(inputs["features"], plan[:, _LAST]), lm_head, depth)
-    log_noise = None
-    if (noise := inputs.get("noise")) is not None:
-        columns = noise if token_ids is None else noise[..., token_ids]
-        log_noise = columns[..., : logits.shape[-1]].log()
+    log_noise = log_noise_of(inputs, logits.shape[-1])
     return filled(form, num_ranks, plan[:, _ROOT], logits, log_noise, warpers, token_ids)
 
 
 class CompiledSteps:
-    """The draft as one graph with fixed shapes.
-
-    Args:
-        plain: the same draft uncompiled.
-        heads: the heads.
-        lm_head: the target's output layer, for heads without a matrix.
-        compiler: the request's compiler.
-    """
+    """The draft as one graph with fixed shapes."""
 
     def __init__(self, plain: PlainSteps, heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler):
         self._plain, self._heads, self._lm_head, self._compiler = plain, heads, lm_head, compiler
@@ -180,15 +157,11 @@ class CompiledSteps:
         features = buffers.tensor("features", shape, heads.dtype, device)
         features[:, :count].copy_(seen.states)
         plan = buffers.tensor("plan", (batch_size, 2), torch.long, device)
-        inputs = {
+        return {
             "plan": copy_to_device(list(zip(state.root_ids.tolist(), seen.last, strict=True)), plan),
             "features": features,
+            **request_inputs(buffers, state, depth, device, heads.token_ids),
         }
-        if state.samples:
-            shape = depth, batch_size, state.num_columns
-            inputs["noise"] = buffers.tensor(("noise", depth), shape, torch.float32, device)
-            state.fill_noise(inputs["noise"])
-        return inputs
 
     def _buffers(self, batch_size: int) -> Buffers:
         key = (batch_size, 0)

@@ -91,7 +91,6 @@ def best_static_tree(accuracies: Sequence[Sequence[float]], max_nodes: int) -> S
 
     Args:
         accuracies: share of rounds in which the token of rank k of head d is right, `accuracies[d][k]`.
-        max_nodes: number of nodes without the root.
     """
     paths: list[tuple[int, ...]] = []
     within_reach: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]

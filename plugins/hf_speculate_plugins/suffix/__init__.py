@@ -5,9 +5,6 @@ is ranked by how often it did, after several context lengths at once, and a draf
 occurrence.
 """
 
-from .drafter import SuffixDrafter
-from .options import SuffixOptions
-from .store import SuffixStore
-
-
-__all__ = ["SuffixDrafter", "SuffixOptions", "SuffixStore"]
+from .drafter import SuffixDrafter as SuffixDrafter
+from .options import SuffixOptions as SuffixOptions
+from .store import SuffixStore as SuffixStore

@@ -38,7 +38,7 @@ class Mixture:
         return self.weights.get(component, PRIOR_WEIGHT)
 
     def learn(self, component: Component, posterior: float) -> None:
-        """Args: posterior: that the component explains the token that came."""
+        """Moves a weight by the probability that its component produced the token that came."""
         trials = self.trials.get(component, _PRIOR_TRIALS) + 1
         weight = self.weight(component)
         self.weights[component] = weight + (posterior - weight) / trials
@@ -49,12 +49,7 @@ class Mixture:
 
 
 class Race:
-    """The target samples `argmax(probs / noise)` (see `Noise`): of tokens that are likely, those with little noise.
-
-    Args:
-        state: state of a request that samples.
-        row: whose noise.
-    """
+    """The target samples `argmax(probs / noise)` (see `Noise`): of tokens that are likely, those with little noise."""
 
     def __init__(self, state: DraftState, row: int):
         self._state, self._row = state, row
@@ -99,8 +94,6 @@ class Automaton:
 
     Args:
         sources: counts by name; of equal contexts the later source has the last word.
-        orders: lengths of contexts, rising: those of the counts.
-        mixture: changed by `learn`.
     """
 
     def __init__(self, sources: Mapping[str, Source], orders: Sequence[int], mixture: Mixture):
@@ -197,12 +190,8 @@ def draft_tree(
     Contexts move along the path: a draft runs past the end of an occurrence, into shorter contexts and back.
 
     Args:
-        tail: the last tokens of the text, as many as the longest order.
-        max_nodes: most draft nodes.
-        max_depth: greatest depth of a node.
         chain: whether to draft one path only, the most probable token after each.
         race: probabilities that a sampled request chooses each child, see `Race`; None for greedy requests.
-        position: position of the text's end in the schemas; None if there are none.
     """
     draft = TextDraft()
     longest, num_children = automaton.orders[-1], 1 if chain else _MAX_CHILDREN

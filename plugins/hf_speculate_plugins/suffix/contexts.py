@@ -80,11 +80,7 @@ class ContextCounts:
         return self.followers.get(context)
 
     def extend(self, cursor: list[int], tokens: Iterable[int]) -> None:
-        """Appends tokens to a text.
-
-        Args:
-            cursor: the last tokens of the text, at most the longest order. Empty for a new text; changed.
-        """
+        """Appends tokens to a text; moves its cursor: the last tokens, at most the longest order."""
         longest = self.orders[-1]
         for token in tokens:
             for order in self.orders:
@@ -117,12 +113,7 @@ _SMALLEST, _MAX_PROBABLE = 0.01, 8
 
 
 class RecycledRow:
-    """The tokens that followed a token: as `Followers`, with probabilities for counts.
-
-    Args:
-        tokens: most probable first.
-        probs: probability of each token.
-    """
+    """The tokens that followed a token: as `Followers`, with probabilities for counts."""
 
     total = 1
 

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 class SuffixDrafter(Drafter):
     """Drafts from the text itself, and from other texts if options ask for it; fits every target.
 
-    Args:
-        vocab_size: size of the target's vocabulary.
-        options: see `SuffixOptions`.
-
     Attributes:
         store: outputs of earlier requests; None if the option `store` is False.
     Raises:

@@ -45,7 +45,7 @@ class Forecast(NamedTuple):
     """A likely continuation.
 
     Attributes:
-        kind: the question that the ways answer: "open", "key", "choice", "text", "number", "more" or "end".
+        kind: the question that the ways answer: "open", "key", "choice", "text", "number" or "more".
         ways: continuations, likely ones first.
     """
 
@@ -57,7 +57,6 @@ class Forecaster:
     """Continuations of JSON text.
 
     Args:
-        roots: shapes of the objects that may be written.
         stop: text of the token that ends an answer; "" if there is none.
     """
 
@@ -66,9 +65,7 @@ class Forecaster:
 
     def __call__(self, text: JsonText) -> Forecast | None:
         """The likely continuations of `text`; None outside, or if it fits no schema."""
-        if text.level is None:
-            return None if text.after is None else _rest("end", self.ends(text), text.after)
-        if not self.fitting(text.level):
+        if text.level is None or not self.fitting(text.level):
             return None
         return _Writer(self, text).forecast(text.level)
 

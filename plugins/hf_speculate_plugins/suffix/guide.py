@@ -22,7 +22,7 @@ Component = tuple[str, int, int]
 Guess = tuple[Component, RecycledRow]
 
 # Weights to begin with, by kind of forecast: of its first token, and of later ones if the first was right.
-_WEIGHTS = {"open": 0.8, "key": 0.9, "choice": 0.9, "more": 0.9, "end": 0.8, "number": 0.3, "text": 0.1}
+_WEIGHTS = {"open": 0.8, "key": 0.9, "choice": 0.9, "more": 0.9, "number": 0.3, "text": 0.1}
 _LATER = 0.9
 
 
@@ -37,10 +37,6 @@ def _component(kind: str, is_later: int) -> Component:
 
 class Vocabulary:
     """Texts of tokens, and tokens of texts, which are remembered.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        vocab_size: size of the target's vocabulary; no larger token is drafted.
 
     Attributes:
         stop: text of the token that ends an answer; "" if there is none.
@@ -109,13 +105,7 @@ class _Chain(NamedTuple):
 
 
 class Guide:
-    """The schemas of a drafter, for all its requests.
-
-    Args:
-        shapes: objects that may be written.
-        tokenizer: the target's tokenizer.
-        vocab_size: size of the target's vocabulary.
-    """
+    """The schemas of a drafter, for all its requests."""
 
     def __init__(self, shapes: Sequence[Shape], tokenizer: Any, vocab_size: int):
         self.vocabulary = Vocabulary(tokenizer, vocab_size)
@@ -146,10 +136,7 @@ class Position:
     """A place in a text, or in a draft after it. It does not change.
 
     Args:
-        guide: schemas and their tokens.
-        text: text as it was read; shared, never changed.
         unread: tokens since then.
-        last: last token; None if there is none.
         kind, chains: continuations that the unread tokens have followed so far; None if they are to be found.
     """
 
@@ -211,7 +198,7 @@ class Position:
             return Position(self._guide, JsonText(), (), token)
         unread = (*self._unread, token)
         if len(unread) < _MAX_UNREAD:
-            is_outside = self._text.is_outside and "{" not in vocabulary.text((token,))
+            is_outside = self._text.level is None and "{" not in vocabulary.text((token,))
             if is_outside or vocabulary.text(unread).endswith(_REPLACEMENT):  # the rest of a character is to come
                 return Position(self._guide, self._text, unread, token, chains=())
         text = self._text.copy()

@@ -58,7 +58,6 @@ class JsonText:
         gap: whitespace since the last bracket, comma, colon or value.
         colon, comma: whitespace after these, as last seen on one line.
         lead: text before the outermost object, which is open or was closed last.
-        after: text after the object that was closed last; None if there was none or much has come since.
     """
 
     level: Level | None = None
@@ -68,13 +67,7 @@ class JsonText:
     colon: str = " "
     comma: str = " "
     lead: str = ""
-    after: str | None = None
     _outside: str = ""
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether only a brace can change anything."""
-        return self.level is None and self.after is None
 
     def copy(self) -> JsonText:
         return replace(self)
@@ -95,12 +88,9 @@ class JsonText:
         found = text.find("{", at)
         passed = text[at:] if found < 0 else text[at:found]
         self._outside = (self._outside + passed)[-_MAX_LEAD:]
-        if self.after is not None:
-            after = self.after + passed
-            self.after = after if len(after) <= _MAX_LEAD else None
         if found < 0:
             return len(text)
-        self.lead, self._outside, self.after = self._outside, "", None
+        self.lead, self._outside = self._outside, ""
         self._open(is_object=True)
         return found + 1
 
@@ -183,8 +173,6 @@ class JsonText:
         self._move(Place.AFTER_VALUE)
         if level.above is not None:
             self._end_value(level.above, "")
-        else:
-            self.after = ""
 
     def _leave(self) -> None:
         self.level, self.word, self.gap = None, "", ""

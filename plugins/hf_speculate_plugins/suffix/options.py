@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.errors import OptionError, TargetMismatchError
 
+from ..trees import check_sizes
 from .store import SuffixStore
 
 
@@ -41,9 +42,7 @@ class SuffixOptions:
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self) -> None:
-        for name in ("depth", "max_nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"suffix: {name} must be at least 1, got {getattr(self, name)}.")
+        check_sizes("suffix", self, "depth", "max_nodes")
         if not isinstance(self.store, bool | SuffixStore):
             raise ValueError(f"suffix: store is True, False or a SuffixStore, got {type(self.store).__name__}.")
         if self.schemas and not isinstance(self.tokenizer, PreTrainedTokenizerBase):
@@ -60,9 +59,6 @@ class SuffixOptions:
 def read_corpus(corpus: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: int) -> Iterator[list[int]]:
     """Token ids of every text.
 
-    Args:
-        tokenizer: the target's; texts need it, token ids do not.
-        vocab_size: size of the target's vocabulary.
     Raises:
         OptionError: no list of texts or of lists of token ids, a text without a tokenizer, one that it cannot read.
         TargetMismatchError: a token that the target does not have.

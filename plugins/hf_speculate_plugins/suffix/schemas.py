@@ -31,7 +31,6 @@ class Shape:
     recursive.
 
     Args:
-        schema: schema without references and alternatives.
         whole: schema in which references are looked up.
 
     Attributes:
@@ -138,7 +137,6 @@ def read_schemas(schemas: Sequence[Any], arguments: str) -> list[Shape]:
     """The objects that may be written: what a schema describes, and calls of tools.
 
     Args:
-        schemas: JSON schemas, tool definitions, functions.
         arguments: key that holds the arguments of a call.
     Raises:
         OptionError: something else, or a schema whose properties are not schemas.

@@ -21,14 +21,7 @@ _NUM_RECYCLED = 32
 
 
 class TextRow:
-    """One row's text, and the drafts after its end.
-
-    Args:
-        shared: counts of other texts, by the name of their source.
-        mixture: weights that all rows learn.
-        prompt: the text so far.
-        guide: schemas of what will be written; None if there are none.
-    """
+    """One row's text, and the drafts after its end."""
 
     def __init__(
         self,
@@ -69,14 +62,8 @@ class SuffixSession(DraftSession):
     """Counts of one text a row.
 
     Args:
-        options: options of drafting.
-        request: the request that the session drafts for.
-        sources: counts of other texts, by name; the store's are among them.
-        recycled: rows that learn the target's choices, and one more source.
         store: store that gets the outputs; its lock is held while sources are read. None: there is none.
-        mixture: weights to begin with; changed.
         keep: function that takes these weights at the end.
-        guide: schemas of what will be written; None if there are none.
     """
 
     def __init__(

@@ -256,18 +256,6 @@ def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
     assert torch.equal(scores.candidates, wanted)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_nodes": 0}, "max_nodes must be at least 1"),
-        ({"depth": 0}, "depth must be None or at least 1"),
-    ],
-)
-def test_impossible_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        BlockOptions(**options)
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(itertools.product(["dspark", "dflash2"], [torch.bfloat16, torch.float16]))

@@ -11,12 +11,12 @@ import torch
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.block import BlockConventions, BlockFiles, BlockHead
-from hf_speculate_plugins.block.defaults import DEFAULTS as OF_BLOCKS
+from hf_speculate_plugins.block.loading import DEFAULTS as OF_BLOCKS
 from hf_speculate_plugins.checkpoints import GGUF_ARCHITECTURE, Checkpoint, ConfigValues, read_checkpoint
 from hf_speculate_plugins.checkpoints.layer_config import layer_config
 from hf_speculate_plugins.eagle import EagleConventions, EagleFiles
-from hf_speculate_plugins.eagle.defaults import DEFAULTS as OF_EAGLE
-from hf_speculate_plugins.eagle.defaults import UNSIGNED
+from hf_speculate_plugins.eagle.loading import DEFAULTS as OF_EAGLE
+from hf_speculate_plugins.eagle.loading import UNSIGNED
 from hf_speculate_plugins.medusa.loading import read_heads
 
 from ...support.block_heads import spec_of

@@ -190,9 +190,7 @@ def test_a_layer_beyond_any_head_is_refused_before_layers_are_made(name, message
     [
         ("999999999.0.linear.weight", "Medusa head 999999999 is named; there can be 5"),
         ("0.99999999.linear.weight", "block 99999999 is named; there can be"),
-        ("9" * 5000 + ".0.linear.weight", "a number of 5000 digits"),
     ],
-    ids=range(3),
 )
 def test_a_medusa_head_beyond_the_tensors_is_refused(name, message, tmp_path, refused):
     write_medusa(tmp_path / "head")
@@ -201,9 +199,8 @@ def test_a_medusa_head_beyond_the_tensors_is_refused(name, message, tmp_path, re
     refused(message)
 
 
-@pytest.mark.parametrize("write", [write_eagle3, write_medusa])
-def test_views_of_more_than_is_stored_are_refused(write, tmp_path, refused):
-    write(tmp_path / "head")
+def test_views_of_more_than_is_stored_are_refused(tmp_path, refused):
+    write_medusa(tmp_path / "head")
     tensors = read_weights(tmp_path / "head")
     name = next(iter(tensors))
     write_weights(tmp_path / "head", tensors | {name: torch.zeros(1).expand(10**5, 10**5)}, as_pickle=True)
@@ -234,11 +231,10 @@ def test_heads_that_share_a_storage_are_read(tmp_path, tiny_model):
     ],
     ids=["complex", "float8", "int8", "sparse", "meta", "empty", "1-D", "0-D"],
 )
-@pytest.mark.parametrize(("write", "name"), [(write_eagle3, "fc.weight"), (write_medusa, "0.0.linear.weight")])
-def test_tensors_that_are_no_weights_are_refused(write, name, change, message, tmp_path, refused):
-    write(tmp_path / "head")
+def test_tensors_that_are_no_weights_are_refused(change, message, tmp_path, refused):
+    write_eagle3(tmp_path / "head")
     tensors = read_weights(tmp_path / "head")
-    write_weights(tmp_path / "head", tensors | {name: change(tensors[name])}, as_pickle=True)
+    write_weights(tmp_path / "head", tensors | {"fc.weight": change(tensors["fc.weight"])}, as_pickle=True)
     refused(message)
 
 

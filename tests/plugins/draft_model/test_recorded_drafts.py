@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 from collections import Counter
 from functools import cache
@@ -16,13 +15,13 @@ from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, DraftState, ranking
+from hf_speculate_plugins import trees
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.draft_model.session import DraftModelSession
-from hf_speculate_plugins.trees import dynamic
 
 from ...support.inputs import padded_batch
 from ...support.models import build_tiny_gpt2, build_tiny_model
-from ...support.recorded_drafts import assert_alike, drafts_of, place_of
+from ...support.recorded_drafts import assert_alike, drafts_of, place_of, unwrap_functions
 from ...support.replays import stand_in
 from ...support.tiers import quick
 
@@ -285,13 +284,9 @@ def test_drafts_made_ahead(monkeypatch, prompt):
 class TestCompiled:
     @pytest.fixture(autouse=True)
     def _without_checks(self, fresh_dynamo, monkeypatch):
-        """Dynamo cannot trace the decorators that check shapes in tests. The target is not compiled."""
+        """The target is not compiled."""
         monkeypatch.setattr("hf_speculate.request.preparation.compiled", lambda scorer, *_args, **_options: scorer)
-        for module in (dynamic, ranking, tree):
-            for owner in (module, *(each for each in vars(module).values() if inspect.isclass(each))):
-                for name, value in list(vars(owner).items()):
-                    if inspect.isfunction(value) and value.__module__.startswith("hf_speculate"):
-                        monkeypatch.setattr(owner, name, inspect.unwrap(value))
+        unwrap_functions(monkeypatch, (trees, ranking, tree))
 
     @pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
     @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)], (9, 4, 13)), ids=["1 row", "3 rows left padded"])
@@ -305,10 +300,3 @@ class TestCompiled:
         names = [name for name, _ in graphs_of(drafter.model, "eager").by_key]
         assert set(names) == {"model_draft"}
         assert len(names) <= 2
-
-    @pytest.mark.rest
-    def test_drafts_made_ahead(self, prompt):
-        drafter = drafter_of("chain", copy.deepcopy(similar_model()))
-        speculator = Speculator(drafter, compile="eager", ahead=True)
-        found = target().generate(prompt(12), **REQUEST, speculator=speculator)
-        assert torch.equal(found, target().generate(prompt(12), **REQUEST))

@@ -112,22 +112,17 @@ def test_what_comes_last_is_read_for_a_later_turn_only(head, prompt, monkeypatch
     assert text.shape[1] == 9 + PLAIN["max_new_tokens"]
 
 
-def test_sizes_are_positive():
-    with pytest.raises(ValueError, match="depth must be at least 1"):
-        EagleOptions(depth=0)
-    with pytest.raises(ValueError, match="top_k must be at least 1"):
-        EagleOptions(top_k=0)
+def num_children(model, top_k, do_sample, **options):
+    """Children of the first root. A random head finds all tokens about equally probable: they are as many as may be."""
+    speculator = Speculator(random_eagle(3, top_k, 24, model, False), **options)
+    request = {"max_new_tokens": 8, "do_sample": do_sample, "speculator": speculator}
+    rounds = hf_speculate.rounds(model, random_prompt(9), **request)
+    return next(round.tree.host.parents[0].count(0) for round in rounds if round.tree.num_nodes > 1)
 
 
 @pytest.mark.parametrize(("top_k", "do_sample", "expected"), [(None, False, 4), (None, True, 8), (3, True, 3)])
 def test_children_of_a_node(tiny_model, top_k, do_sample, expected):
-    """A random head finds all tokens about equally probable: the root has as many children as it may."""
-    model = tiny_model()
-    drafter = random_eagle(3, top_k, 24, model, False)
-    request = {"max_new_tokens": 8, "do_sample": do_sample, "speculator": Speculator(drafter, adaptive=False)}
-    rounds = hf_speculate.rounds(model, random_prompt(9), **request)
-    parents = [round.tree.host.parents[0] for round in rounds if round.tree.num_nodes > 1]
-    assert parents[0].count(0) == expected
+    assert num_children(tiny_model(), top_k, do_sample, adaptive=False) == expected
 
 
 @pytest.mark.parametrize(("num_nodes", "expected"), [(None, 8), (1.0, 2), (6.0, 2), (6.5, 3), (100.0, 8)])
@@ -142,9 +137,5 @@ def test_where_few_nodes_pay_a_draft_is_narrow(tiny_model, num_nodes, expected):
         def num_nodes(self):
             return num_nodes
 
-    speculator = Speculator(random_eagle(3, None, 24, tiny_model(), False), policy=Saying())
-    request = {"max_new_tokens": 8, "do_sample": True, "speculator": speculator}
-    rounds = hf_speculate.rounds(tiny_model(), random_prompt(9), **request)
-    parents = [round.tree.host.parents[0] for round in rounds if round.tree.num_nodes > 1]
-    assert parents[0].count(0) == expected
+    assert num_children(tiny_model(), None, True, policy=Saying()) == expected
     assert EagleOptions(top_k=5).width(True, num_nodes) == 5, "what the user chose stays"

@@ -15,7 +15,7 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate_plugins.checkpoints import read_checkpoint
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
-from hf_speculate_plugins.medusa.loading import holds_heads, read_heads
+from hf_speculate_plugins.medusa.loading import read_heads
 from hf_speculate_plugins.medusa.saving import write_heads
 
 from ...support.heads import HIDDEN, MEDUSA_LAYOUTS, VOCAB, random_heads, write_medusa_heads
@@ -36,7 +36,7 @@ def rewrite(folder: Path, change) -> Path:
 @pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
 def test_every_layout_round_trips_exactly(tmp_path, name):
     folder = write_medusa_heads(tmp_path, name)
-    assert holds_heads(str(folder))
+    assert MedusaDrafter.recognizes(str(folder))
     heads = MEDUSA_LAYOUTS[name][1]
     read = read_heads(str(folder)).heads
     assert read.state_dict().keys() == heads.state_dict().keys()
@@ -191,14 +191,6 @@ def test_missing_unknown_and_misshapen_tensors_are_named(tmp_path):
         folder = rewrite(write_medusa_heads(tmp_path / str(index)), change)
         with pytest.raises(CheckpointError, match=message):
             read_heads(str(folder))
-
-
-def test_truncated_files_are_refused(tmp_path, tiny_model):
-    for name, file in (("medusa1", "medusa_lm_head.pt"), ("v2", "medusa_lm_head.safetensors")):
-        path = write_medusa_heads(tmp_path / name, name) / file
-        path.write_bytes(path.read_bytes()[:-500])
-        with pytest.raises(CheckpointError, match=file):
-            AutoSpeculator.from_pretrained(path.parent, target=tiny_model())
 
 
 def test_other_folders_are_not_recognised(tmp_path, tiny_model):

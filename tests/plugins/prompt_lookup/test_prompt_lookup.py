@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_speculate import AutoSpeculator
 from hf_speculate.drafting import DraftChecks
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter, PromptLookupOptions, SuffixIndex
 
@@ -133,25 +132,6 @@ class TestDraft:
 
 
 class TestOptions:
-    @pytest.mark.parametrize("name", ["max_ngram", "min_ngram", "depth", "max_nodes"])
-    def test_each_must_be_positive(self, tiny_model, name):
-        with pytest.raises(ValueError, match=f"prompt_lookup: {name} must be at least 1, got 0"):
-            AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), **{name: 0})
-
     def test_the_shortest_ngram_cannot_be_above_the_longest(self):
         with pytest.raises(ValueError, match=r"min_ngram \(4\) is above max_ngram \(3\)"):
             PromptLookupOptions(min_ngram=4, max_ngram=3)
-
-    def test_unknown_ones_are_refused(self, tiny_model):
-        with pytest.raises(TypeError, match="max_ngrams"):
-            AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), max_ngrams=3)
-
-
-def test_the_length_of_the_match_is_known():
-    index = SuffixIndex(2, 4)
-    index.extend([1, 2, 3, 4, 9, 1, 2, 3, 4])
-    assert index.continuations(2)
-    assert index.match_size == 4
-    index.extend([7, 8])
-    assert not index.continuations(2)
-    assert index.match_size == 0

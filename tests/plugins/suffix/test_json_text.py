@@ -65,14 +65,12 @@ def test_the_style_is_learnt():
 
 
 def test_several_objects_and_the_text_around_them():
-    reader = read('Now.\n<call>\n{"a": 1}')
-    assert (reader.lead, reader.after) == ("Now.\n<call>\n", "")
-    reader.feed("\n</ca")
-    assert (reader.level, reader.after) == (None, "\n</ca")
+    reader = read('Now.\n<call>\n{"a": 1}\n</ca')
+    assert (reader.level, reader.lead) == (None, "Now.\n<call>\n")
     reader.feed('ll>\n<call>\n{"b": 1')
-    assert (reader.lead, reader.after) == ("\n</call>\n<call>\n", None)
+    assert reader.lead == "\n</call>\n<call>\n"
     reader.feed("}" + " words" * 20)
-    assert (reader.after, reader.lead) == (None, "\n</call>\n<call>\n")
+    assert reader.lead == "\n</call>\n<call>\n"
 
 
 def test_a_copy_goes_on_alone():

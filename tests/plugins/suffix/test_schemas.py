@@ -90,8 +90,7 @@ class TestCalls:
         begun = '<tool_call>\n{"name": "get_time", "arguments": {'
         ends = ["\n</tool_call><end>", "\n</tool_call>\n<tool_call>\n", "<end>"]
         assert forecast(begun, CLOCK) == ("key", ["}}" + end for end in ends])
-        assert forecast(begun + "}}\n</to", CLOCK) == ("end", [end[5:] for end in ends[:2]])
-        assert forecast(begun + "}} and words", CLOCK) is None
+        assert forecast(begun + "}}\n</to", CLOCK) is None
         assert forecast('```json\n{"name": "get_time", "arguments": {}', CLOCK) == ("more", ["}\n```<end>"])
 
     def test_another_call_is_forecast_like_the_first(self):

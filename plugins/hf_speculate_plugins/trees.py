@@ -1,4 +1,4 @@
-"""Dynamic draft trees: the nodes that the drafter finds most probable, not a structure fixed beforehand.
+"""Dynamic draft trees, for every method that drafts one: the nodes that the drafter finds most probable.
 
 `grow_tree` is EAGLE-2's (Li et al., 2024, arXiv:2406.16858): every level expands the `top_k` candidates of highest
 cumulative log-value, each of them proposes `top_k` children, and in the end the `max_nodes` best candidates of all
@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -129,6 +130,13 @@ def grow_tree(
     )
 
 
+def check_sizes(drafter: str, options: Any, *names: str) -> None:
+    """Raises `ValueError` for sizes of drafts below 1; None stands for a default."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{drafter}: {name} must be at least 1, got {value}.")
+
+
 def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
     """`log_softmax` of the best `count` columns, and these columns, best first."""
     best, columns = scores.float().topk(count, dim=-1)
@@ -147,11 +155,7 @@ def num_candidates(depth: int, width: int) -> int:
 def best_nodes(
     root_ids: Tensor, values: Tensor, tokens: Tensor, parents: Tensor, max_nodes: int, depth: int
 ) -> DraftTree:
-    """The `max_nodes` best of a pool of nodes, the best first.
-
-    Args:
-        values, tokens, parents: nodes of the pool [B, P]; parents are indices into it, negative for children of the
-            root.
+    """The `max_nodes` best of a pool of nodes [B, P], the best first. A negative parent is the root.
 
     A child is never better than its parent, and the sort is stable, so that with equal values the parent, which comes
     first in the pool, is first: every beginning is a tree.
@@ -230,26 +234,14 @@ def trimmed(tree: DraftTree, active: Sequence[bool]) -> DraftTree:
 def slot_scores(
     logits: Float[Tensor, "B D Vd"], log_noise: Float[Tensor, "B D C"] | None, warpers: Warpers
 ) -> Float[Tensor, "B D C"]:
-    """`DraftState.child_scores` of all depths at once.
-
-    Args:
-        logits: logits of a draft's slots; the slot that proposes the root's children comes first.
-        log_noise: noise of their steps, see `DraftState.log_noise`.
-        warpers: warpers of the request.
-    """
+    """`DraftState.child_scores` of all depths at once."""
     noise = None if log_noise is None else log_noise.to(logits.device).flatten(0, 1)
     scores = rank_children(logits.flatten(0, 1)[:, None], noise, warpers)
     return scores[:, 0].unflatten(0, logits.shape[:2])
 
 
 def slot_shares(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> Shares:
-    """`Shares` of slots that propose the same whatever a node's path is.
-
-    Args:
-        scores: result of `slot_scores`.
-        target_ids: target id of each column; None where they are the same.
-        width: most children of a node.
-    """
+    """`Shares` of slots that propose the same whatever a node's path is."""
     shares, columns = log_shares(scores, min(width, scores.shape[-1]))
     return partial(_of_slot, shares, columns if target_ids is None else target_ids[columns])
 
