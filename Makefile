@@ -81,11 +81,11 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 llguidance==1.9.1 nbclient ipykernel
 	touch $@
 
-# Several processes, Ray's actors, a server of transformers', what the speculators package reads.
+# Several processes, Ray's actors, a server of transformers'.
 SCALE := .venv-scale
 
-scale: $(SCALE)/.installed $(PEERS)/.installed
-	SPECULATORS_PYTHON=$(PEERS)/bin/python HF_HUB_OFFLINE=1 $(SCALE)/bin/python -m pytest -q -m scale tests/scale
+scale: $(SCALE)/.installed
+	HF_HUB_OFFLINE=1 $(SCALE)/bin/python -m pytest -q -m scale tests/scale
 
 $(SCALE)/.installed: pyproject.toml
 	test -x $(SCALE)/bin/python || $(PYTHON) -m venv $(SCALE)

@@ -13,12 +13,12 @@ from hf_speculate.policy.contract import Budget
 from hf_speculate_tools.bench import GenerateSettings, bench_generate, fixed_length
 from hf_speculate_tools.bench.methods import compiled_method, eager_method, speculator_method
 from hf_speculate_tools.bench.replay import record_budgets, recorded_budgets, replayed
-from hf_speculate_tools.bench.runs import batches, generate_once, plain_texts
+from hf_speculate_tools.bench.runs import batches, generate_once
 from hf_speculate_tools.cli import app
 from hf_speculate_tools.plots import draw_generate
 
 from ..benchmarks import shapes
-from ..benchmarks.scripted import AcceptanceProfile, read_profile
+from ..benchmarks.scripted import AcceptanceProfile, plain_texts, read_profile
 from ..benchmarks.shapes import SHAPES, ModelShape, find_shape
 
 

@@ -47,21 +47,8 @@ def test_every_benchmark_has_a_target_of_make():
 
 
 def test_the_command_ends_in_one_line_of_json(monkeypatch, capsys):
-    arguments = [
-        "--shape",
-        "tiny",
-        "--rate",
-        "0.8",
-        "--depth",
-        "2",
-        "--rounds",
-        "4",
-        "--repeats",
-        "1",
-        "--context",
-        "8",
-    ]
-    monkeypatch.setattr(sys, "argv", ["ahead", *arguments, "--type", "Q8_0"])
+    arguments = "--shape tiny --rate 0.8 --depth 2 --rounds 4 --repeats 1 --context 8 --type Q8_0"
+    monkeypatch.setattr(sys, "argv", ["ahead", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         run(ahead.AheadSettings, ahead.bench_ahead, ahead.tables)
     assert ended.value.code == 0
@@ -136,9 +123,6 @@ def test_losses_of_bad_drafters_are_measured(bench_folders):
     assert rows["adversarial"]["drafted_tokens"] > 5 * 16
     assert json.loads(json.dumps(found)) == found
     assert len(loss.tables(found)[0].rows) == 4
-    settings.drafters = ["rude"]
-    with pytest.raises(SpeculateError, match="no bad drafter rude; there are random, adversarial, never"):
-        loss.bench_loss(settings)
 
 
 def test_every_kind_of_head_is_measured():

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
+from hf_speculate_tools.bench.runs import TimedRun, seconds_by_repeat
 from hf_speculate_tools.commands import (
     Device,
     Grid,
@@ -27,6 +28,7 @@ from hf_speculate_tools.commands import (
     default_target,
     find_device,
     load_target,
+    spread,
 )
 
 from ..support.random_gguf import FileShape, find_recipe, write_random_file
@@ -55,6 +57,16 @@ class TargetSettings:
         """Name, model and tokenizer of the target."""
         name = self.target or default_target()
         return name, *load_target(name, "auto", find_device(self.device))
+
+
+def against_plain(runs: Sequence[TimedRun], method: str) -> dict[str, Any]:
+    """Tokens per second and speed-up over eager, spread over the repeats."""
+    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, method)
+    tokens = sum(run.num_tokens for run in runs if run.method == method and run.repeat == 0)
+    return {
+        "tokens_per_second": spread([tokens / seconds for seconds in ours]),
+        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
+    }
 
 
 def run(

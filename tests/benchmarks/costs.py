@@ -24,20 +24,18 @@ from hf_speculate_tools.bench.methods import Method, eager_method
 from hf_speculate_tools.bench.runs import (
     Request,
     TimedRun,
-    against_plain,
     batches,
     generate_once,
     measure_in_turn,
     merged,
     num_steps,
-    plain_texts,
 )
 from hf_speculate_tools.bench.workload import Workload
 from hf_speculate_tools.commands import Device, Exact, Grid, NewTokens, Repeats, TargetDtype, progress, synchronize
 
-from .command import run
+from .command import against_plain, run
 from .forwards import medians_in_turn, verify_ms
-from .scripted import DEFAULT_RATES, Rates, read_profile, scripted_methods
+from .scripted import DEFAULT_RATES, Rates, plain_texts, read_profile, scripted_methods
 from .shapes import Layers, Shape, random_prompt, shape_workload
 
 

@@ -23,7 +23,7 @@ from hf_speculate_gguf import load_model, packing_report
 from hf_speculate_gguf.native import PackedMatrix
 from hf_speculate_tools.bench import fixed_length
 from hf_speculate_tools.bench.methods import Method, speculator_method
-from hf_speculate_tools.bench.runs import Request, batches, measure_in_turn, num_steps, plain_texts
+from hf_speculate_tools.bench.runs import Request, batches, measure_in_turn, num_steps
 from hf_speculate_tools.bench.summary import summarize
 from hf_speculate_tools.commands import (
     Grid,
@@ -41,7 +41,7 @@ from ..support.random_gguf import FileShape
 from .command import Context, Dtype, random_file, run
 from .engines import LLAMA_CPP, EngineKind, LlamaCppPython, engine_methods
 from .forwards import medians_in_turn, prefilled_cache, verify_ms
-from .scripted import DEFAULT_RATES, Rates, read_profile
+from .scripted import DEFAULT_RATES, Rates, plain_texts, read_profile
 from .shapes import random_prompt
 
 

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 
 from hf_speculate.drafting import Drafter
-from hf_speculate.errors import SpeculateError
 from hf_speculate.speculator import Speculator, SpeculatorSpec
 from hf_speculate.testing import EmptyDrafter, RandomDrafter
-from hf_speculate_tools.bench.methods import Method, Texts, eager_method, speculator_method
+from hf_speculate_tools.bench.methods import Method, eager_method, speculator_method
 from hf_speculate_tools.bench.runs import (
     TimedRun,
-    against_plain,
     batches,
     fixed_length,
     measure_in_turn,
     merged,
     num_steps,
-    plain_texts,
-    seconds_by_repeat,
 )
 from hf_speculate_tools.bench.workload import WorkloadSettings, describe_target, load_workload
-from hf_speculate_tools.commands import Grid, Limit, NewTokens, Repeats, check_temperatures, make_spec, progress, spread
+from hf_speculate_tools.commands import Grid, Limit, NewTokens, Repeats, make_spec, progress
 
-from .command import run
-from .scripted import AcceptanceProfile
+from .command import against_plain, run
+from .scripted import AcceptanceProfile, Texts, plain_texts
 
 
 HARD_PROMPTS = Path(__file__).with_name("hard_prompts.jsonl")
-# Drafter -> its drafts; none is ever right.
-BAD_DRAFTERS = {
-    "random": "trees of random tokens, up to 12, of a new shape every round",
-    "adversarial": "trees of 16 wrong tokens, 5 deep",
-    "never": "no drafts, which measures the engine alone",
-}
 
 
 @dataclass(kw_only=True)
@@ -48,18 +38,10 @@ class LossSettings(WorkloadSettings):
 
     QUICK: ClassVar = {"max_new_tokens": 64, "repeats": 1}
 
-    drafters: Annotated[
-        list[str],
-        typer.Option(
-            "--drafter",
-            help=f"Bad drafter (repeatable; default: all). {'; '.join(f'{k}: {v}' for k, v in BAD_DRAFTERS.items())}.",
-        ),
-    ] = field(default_factory=lambda: list(BAD_DRAFTERS))
     hard: Annotated[
         bool,
         typer.Option("--hard", help="Use the built-in questions that are hardest to draft for."),
     ] = False
-    temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0 is greedy.")] = 0.0
     limit: Limit = None
     max_new_tokens: NewTokens = 256
     adaptive: Annotated[
@@ -80,31 +62,21 @@ class LossSettings(WorkloadSettings):
     def specs(self) -> list[SpeculatorSpec]:
         return super().specs() if self.speculators else []
 
-    def check(self) -> None:
-        """Raises `SpeculateError` for values that cannot be measured."""
-        check_temperatures(self.temperature)
-        if self.hard and self.prompts:
-            raise SpeculateError("--hard are prompts of its own; --prompts names others. Take one of the two.")
-        if unknown := [name for name in self.drafters if name not in BAD_DRAFTERS]:
-            raise SpeculateError(f"no bad drafter {', '.join(unknown)}; there are {', '.join(BAD_DRAFTERS)}.")
-
 
 def bench_loss(settings: LossSettings) -> dict[str, Any]:
     """Measure what speculation costs when drafts are never accepted.
 
     Returns:
         JSON-serialisable: `rows` with `speedup` (plain seconds / seconds: 0.97 is a loss of 3 %), `worst`, the median
-        of the prompt that loses most, `speedup_without_drafter_prefill`, and `drafted_share`, the share of rounds with
-        a draft.
+        of the prompt that loses most, and `drafted_share`, the share of rounds with a draft.
     """
-    settings.check()
     specs = settings.specs()
     workload = load_workload(settings.with_prompts())
     model = workload.model
     requests = batches(workload.prompts, 1, model.device)
-    arguments = fixed_length(settings.max_new_tokens, settings.temperature)
+    arguments = fixed_length(settings.max_new_tokens)
     texts = plain_texts(model, requests, arguments)
-    drafters = {name: _drafter(name, texts, workload.vocab_size) for name in settings.drafters}
+    drafters = bad_drafters(texts, workload.vocab_size)
     drafters |= {spec.label: make_spec(spec, model).drafter for spec in specs}
     methods = [eager_method(), *(_method(name, drafter, settings) for name, drafter in drafters.items())]
     with progress("loss", total=num_steps(len(methods), len(requests), settings.repeats)) as advance:
@@ -113,7 +85,6 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
         "bench": "loss",
         **workload.describe(),
         "max_new_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
         "repeats": settings.repeats,
         "adaptive": settings.adaptive,
         "fresh": settings.fresh,
@@ -124,15 +95,12 @@ def bench_loss(settings: LossSettings) -> dict[str, Any]:
 
 def figures(runs: Sequence[TimedRun], name: str) -> dict[str, Any]:
     """Row of one drafter."""
-    plain, without = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, name, _without_drafter_prefill)
     stats = merged(run.stats for run in runs if run.method == name and run.stats is not None)
     rounds = stats.rounds + stats.rounds_without_draft
     return {
         "drafter": name,
         **against_plain(runs, name),
         "worst": _worst(runs, name),
-        "speedup_without_drafter_prefill": spread([p / s for p, s in zip(plain, without, strict=True)]),
-        "drafter_prefill_ms": 1e3 * stats.drafter_prefill_seconds / max(stats.calls, 1),
         "drafted_share": stats.rounds / rounds if rounds else 0.0,
         "drafted_tokens": stats.drafted_tokens / max(stats.calls, 1),
         "accepted_tokens": stats.accepted_tokens / max(stats.calls, 1),
@@ -155,19 +123,17 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     how = "automatic switch" if result["adaptive"] else "always drafting"
     if result["fresh"]:
         how += ", nothing learnt from earlier calls"
-    sampled = f"T={result['temperature']:g}" if result["temperature"] else "greedy"
     columns = {
         "drafter": "{drafter}",
         "x plain": "{speedup[median]:.3f}x",
         "(range)": "{speedup[min]:.2f}-{speedup[max]:.2f}",
         "worst\nprompt": "{worst:.3f}x",
-        "x plain, drafter's\nprefill apart": "{speedup_without_drafter_prefill[median]:.3f}x",
         "rounds\nthat drafted": "{drafted_share:.1%}",
         "accepted tokens\na call": "{accepted_tokens:.0f} of {drafted_tokens:.0f}",
     }
     return [
         Grid.of(
-            f"Text that drafts badly, {how}, {describe_target(result)}, {sampled}, median of {result['repeats']}",
+            f"Text that drafts badly, {how}, {describe_target(result)}, greedy, median of {result['repeats']}",
             result["rows"],
             columns,
             caption=f"plain: {result['plain_tokens_per_second']:.1f} tokens/s",
@@ -175,12 +141,18 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     ]
 
 
-def _drafter(name: str, texts: Texts, vocab_size: int) -> Drafter:
-    if name == "random":
-        return RandomDrafter(vocab_size=vocab_size)
-    if name == "never":
-        return EmptyDrafter()
-    return AcceptanceProfile(rates=(0.0,) * 5, widths=(4, 3, 3, 3, 3)).drafter(texts, vocab_size=vocab_size)
+def bad_drafters(texts: Texts, vocab_size: int) -> dict[str, Drafter]:
+    """Drafters that are never right.
+
+    "random" drafts trees of random tokens, up to 12, of a new shape every round. "adversarial" drafts trees of 16 wrong
+    tokens, 5 deep. "never" drafts nothing, which measures the engine alone.
+    """
+    wrong = AcceptanceProfile(rates=(0.0,) * 5, widths=(4, 3, 3, 3, 3))
+    return {
+        "random": RandomDrafter(vocab_size=vocab_size),
+        "adversarial": wrong.drafter(texts, vocab_size=vocab_size),
+        "never": EmptyDrafter(),
+    }
 
 
 def _method(name: str, drafter: Drafter, settings: LossSettings) -> Method:
@@ -190,10 +162,6 @@ def _method(name: str, drafter: Drafter, settings: LossSettings) -> Method:
     if settings.fresh:
         return Method(name=name, kind="speculator", fresh=lambda: {"speculator": speculator()})
     return speculator_method(name, speculator())
-
-
-def _without_drafter_prefill(run: TimedRun) -> float:
-    return run.seconds - (run.stats.drafter_prefill_seconds if run.stats else 0.0)
 
 
 if __name__ == "__main__":

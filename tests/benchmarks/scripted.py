@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
+from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
-from hf_speculate.testing import ScriptedDrafter
-from hf_speculate_tools.bench.methods import Method, Texts, speculator_method
+from hf_speculate.testing import ScriptedDrafter, unpadded
+from hf_speculate_tools.bench.methods import Method, eager_method, speculator_method
+from hf_speculate_tools.bench.runs import Request, generate_once
 
 
 # Every level is right in 0.7 of the rounds where the level above was.
@@ -26,6 +28,22 @@ Rates = Annotated[
         help="Share of rounds that the scripted drafter gets accepted to depth 1, 2, ...: 0.8,0.6,0.4.",
     ),
 ]
+
+
+Texts = Mapping[tuple[int, ...], Sequence[int]]
+"""Prompt -> the tokens that plain `generate` writes after it."""
+
+
+def plain_texts(
+    model: GenerativeModel, requests: Sequence[Request], arguments: dict[str, Any]
+) -> dict[tuple[int, ...], list[int]]:
+    """Text that plain `generate` writes after each prompt, as a scripted drafter wants it."""
+    texts: dict[tuple[int, ...], list[int]] = {}
+    for request in requests:
+        run = generate_once(model, eager_method(), request, arguments)
+        for prompt, tokens in zip(unpadded(request.input_ids, request.attention_mask), run.rows, strict=True):
+            texts[tuple(prompt)] = tokens
+    return texts
 
 
 @dataclass(frozen=True)

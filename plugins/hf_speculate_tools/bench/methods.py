@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,8 +17,6 @@ from ..commands import make_spec, neutralize
 COMPILED = "stock compiled"
 
 Kind = Literal["eager", "stock_compiled", "stock_speculative", "engine", "speculator"]
-Texts = Mapping[tuple[int, ...], Sequence[int]]
-"""Prompt -> the tokens that plain `generate` writes after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

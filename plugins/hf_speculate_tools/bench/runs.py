@@ -15,10 +15,9 @@ from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.testing import unpadded
 
-from ..commands import spread, timed
-from .methods import Method, eager_method
+from ..commands import timed
+from .methods import Method
 from .replay import Budgets, recorded_budgets
 
 
@@ -153,18 +152,6 @@ def without_refused(
     return found
 
 
-def plain_texts(
-    model: GenerativeModel, requests: Sequence[Request], arguments: dict[str, Any]
-) -> dict[tuple[int, ...], list[int]]:
-    """Text that plain `generate` writes after each prompt, as a scripted drafter wants it."""
-    texts: dict[tuple[int, ...], list[int]] = {}
-    for request in requests:
-        run = generate_once(model, eager_method(), request, arguments)
-        for prompt, tokens in zip(unpadded(request.input_ids, request.attention_mask), run.rows, strict=True):
-            texts[tuple(prompt)] = tokens
-    return texts
-
-
 def measure_in_turn(
     model: GenerativeModel,
     methods: Sequence[Method],
@@ -235,25 +222,13 @@ def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
     return [*methods[first:], *methods[:first]]
 
 
-def seconds_by_repeat(
-    runs: Sequence[TimedRun], method: str, of: Callable[[TimedRun], float] = lambda run: run.seconds
-) -> list[float]:
+def seconds_by_repeat(runs: Sequence[TimedRun], method: str) -> list[float]:
     """Seconds of a method, one sum over the requests a repeat."""
     seconds: dict[int, float] = {}
     for run in runs:
         if run.method == method:
-            seconds[run.repeat] = seconds.get(run.repeat, 0.0) + of(run)
+            seconds[run.repeat] = seconds.get(run.repeat, 0.0) + run.seconds
     return [seconds[repeat] for repeat in sorted(seconds)]
-
-
-def against_plain(runs: Sequence[TimedRun], method: str) -> dict[str, Any]:
-    """Tokens per second and speed-up over eager, spread over the repeats."""
-    plain, ours = seconds_by_repeat(runs, "eager"), seconds_by_repeat(runs, method)
-    tokens = sum(run.num_tokens for run in runs if run.method == method and run.repeat == 0)
-    return {
-        "tokens_per_second": spread([tokens / seconds for seconds in ours]),
-        "speedup": spread([p / s for p, s in zip(plain, ours, strict=True)]),
-    }
 
 
 def merged(stats: Iterable[SpeculationStats]) -> SpeculationStats:
