@@ -38,6 +38,7 @@ WHOLE = {
     "hf_speculate_plugins": "drafters",
     "hf_speculate_plugins.heads": "head files",
     "hf_speculate_plugins.checkpoints": "head files",
+    "hf_speculate_plugins.origin": "head files",
     "hf_speculate_gguf": "GGUF files",
     "hf_speculate_gguf.native": "kernel",
     **dict.fromkeys(

@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.models import NAMED_TARGETS, QWEN_CODER, SMOLLM2, NamedTarget
 from hf_speculate.testing import check_lossless
 from hf_speculate_gguf import read_model_file, read_tokenizer
+from hf_speculate_gguf.named import NAMED_TARGETS, QWEN_CODER, SMOLLM2, NamedTarget
 from hf_speculate_tools.bench import fixed_length
 from hf_speculate_tools.commands import prepare, say_json, side_by_side
 

@@ -19,7 +19,7 @@ from hf_speculate import files
 from hf_speculate.drafting import CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, text_writer
-from hf_speculate.speculator import check_origin, describe_identity
+from hf_speculate_plugins.origin import check_origin, describe_identity
 from hf_speculate_plugins.suffix import SuffixStore
 from hf_speculate_tools.hub import recorded_card
 from hf_speculate_training.data import RowDataset

@@ -195,6 +195,11 @@ class Drafter(ABC):
         """Builds the drafter from a local checkpoint folder that `recognizes` accepted."""
         raise NotImplementedError(f"{cls.__name__} has no checkpoints to load.")
 
+    def record_in(self, folder: str, target: GenerativeModel) -> HeadRecord:
+        """The record of a checkpoint's target and acceptance in its folder. Differences from `target` that cost
+        acceptance are logged; raises `TargetMismatchError` for a target that cannot work."""
+        return HeadRecord()
+
     def save_pretrained(self, path: str | os.PathLike, layout: str | None = None) -> SavedHead:
         """Writes weights and config to the folder `path` in a published layout (None: the drafter's default).
 

@@ -30,7 +30,6 @@ from .registry import (
     union_drafter,
 )
 from .repositories import drafter_class_for, local_folder
-from .targets import check_origin
 
 
 logger = get_logger(__name__)
@@ -297,8 +296,7 @@ class AutoSpeculator:
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
         drafter.check_target(target)
         drafter.calibration = CalibrationTable.load(folder)
-        if drafter.feature_layers:  # it was trained on the target's states
-            drafter.record = check_origin(folder, target)
+        drafter.record = drafter.record_in(folder, target)
         return Speculator(drafter, **vars(engine))
 
 

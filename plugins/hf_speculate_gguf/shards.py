@@ -11,9 +11,9 @@ from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import user_path
-from hf_speculate.models import named_file
 
 from .metadata import Metadata
+from .named import named_file
 from .reading import GgufFile, read_header
 
 

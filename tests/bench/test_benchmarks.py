@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import QWEN_CODER, SMOLLM2
+from hf_speculate_gguf.named import QWEN_CODER, SMOLLM2
 
 from ..benchmarks import (
     ahead,

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import NAMED_TARGETS, QWEN_CODER, SMOLLM2
+from hf_speculate_gguf.named import NAMED_TARGETS, QWEN_CODER, SMOLLM2
 from hf_speculate_tools.bench.identity import compare_texts
 from hf_speculate_tools.bench.methods import Method, eager_method, speculator_methods
 from hf_speculate_tools.bench.runs import Request, batches, fixed_length, measure_in_turn, num_steps

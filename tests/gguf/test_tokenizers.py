@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_speculate import load_gguf
-from hf_speculate.models import SMOLLM2
 from hf_speculate_gguf import read_model_file, read_tokenizer
+from hf_speculate_gguf.named import SMOLLM2
 from hf_speculate_gguf.tokenizer import PRE_TYPES
 
 from ..support.paths import SHARED

@@ -12,10 +12,10 @@ import torch
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.speculator import describe_identity, head_record
-from hf_speculate.speculator.targets import _model_name
 from hf_speculate.stats import HeadRecord
 from hf_speculate_gguf import load_model
+from hf_speculate_plugins.origin import describe_identity, head_record
+from hf_speculate_plugins.origin.targets import _model_name
 
 from ..support.models import VOCAB_SIZE, build_tiny_model
 from ..support.random_gguf import FileShape, find_recipe, write_random_file

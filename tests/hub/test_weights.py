@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_speculate.models import unwrap
-from hf_speculate.speculator import compare_weights, sample_weights
+from hf_speculate_plugins.origin import compare_weights, sample_weights
 
 from ..support.adapters import perturbed
 from ..support.models import build_tiny_gpt2, build_tiny_model

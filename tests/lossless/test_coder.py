@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_speculate import AutoSpeculator, load_gguf
-from hf_speculate.models import QWEN_CODER
 from hf_speculate.testing import check_lossless
+from hf_speculate_gguf.named import QWEN_CODER
 from hf_speculate_tools.commands import bundled
 
 

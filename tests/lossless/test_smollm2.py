@@ -11,8 +11,8 @@ import torch
 from transformers import TextIteratorStreamer
 
 from hf_speculate import AutoSpeculator, load_gguf
-from hf_speculate.models import SMOLLM2
 from hf_speculate.testing import check_lossless
+from hf_speculate_gguf.named import SMOLLM2
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_tools.commands import builtin_prompts, bundled, read_prompts, tokenize
 from hf_speculate_tools.heads.convert import convert_checkpoint

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_speculate import AutoSpeculator, load_gguf
-from hf_speculate.models import SMOLLM2
+from hf_speculate_gguf.named import SMOLLM2
 from hf_speculate_tools.commands import builtin_prompts, chat_ids
 from hf_speculate_tools.heads.convert import convert_checkpoint
 

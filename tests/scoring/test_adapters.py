@@ -17,10 +17,10 @@ from hf_speculate.cache import CACHE_NAME
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.models import unwrap
 from hf_speculate.scoring.adapters import active_adapters, adapter_fingerprints, outdated_peft
-from hf_speculate.speculator.targets import adapter_mismatch
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import TreeRow
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
+from hf_speculate_plugins.origin.targets import adapter_mismatch
 
 from ..support.adapters import perturbed
 from ..support.clocks import ForwardClock

@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from hf_speculate.models import QWEN_CODER_FILE
+from hf_speculate_gguf.named import QWEN_CODER_FILE
 
 
 NAME = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"

@@ -43,7 +43,7 @@ class TargetSection:
     """The model that a head is to draft for.
 
     Attributes:
-        path: folder, Hub id or GGUF file; or the name of one (`hf_speculate.models.NAMED_TARGETS`).
+        path: folder, Hub id or GGUF file; or the name of one (`hf_speculate_gguf.named.NAMED_TARGETS`).
         revision: revision of a Hub id; None for the newest.
         dtype: data type of the weights: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         quantization: "8bit" or "4bit" (bitsandbytes); None for the weights as they are.

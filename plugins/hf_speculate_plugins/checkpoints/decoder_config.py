@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import check_stated_name
 
+from ..origin import check_stated_name
 from .accounting import num_indexed
 from .config import ConfigValues, refuse_switches
 from .files import Checkpoint

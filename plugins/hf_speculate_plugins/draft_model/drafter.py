@@ -16,10 +16,11 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import supported_shape
-from hf_speculate.speculator import compare_weights, local_folder, read_options, sample_weights
+from hf_speculate.speculator import local_folder, read_options
 from hf_speculate.stats import Advice
 
 from ..checkpoints import ConfigValues, checkpoint_files, listed, read_config, tensor_shapes
+from ..origin import compare_weights, sample_weights
 from .options import DraftModelOptions
 from .session import DraftModelSession
 

@@ -13,8 +13,10 @@ from hf_speculate.errors import TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import local_folder, read_options
+from hf_speculate.stats import HeadRecord
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
+from ..origin import check_origin
 from .compiled import problem_with_head
 from .files import HeadFiles
 from .head import Head, LoadedHead
@@ -128,6 +130,9 @@ class HeadDrafter(Drafter, Generic[Head]):
     ) -> tuple[SavedHead, LoadReport]:
         """Writes the head in `folder` to `path` in another layout, see `HeadFiles.convert`."""
         return cls.head_files.convert(folder, path, layout, target, out_type)
+
+    def record_in(self, folder: str, target: GenerativeModel) -> HeadRecord:
+        return check_origin(folder, target)
 
     def check_target(self, target: GenerativeModel) -> None:
         """Compares hidden size, vocabulary and depth. A target with added tokens needs embeddings that have them."""

@@ -20,7 +20,6 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer, output_rows
-from hf_speculate.speculator import check_head_vocabulary
 
 from ..checkpoints import (
     Checkpoint,
@@ -45,6 +44,7 @@ from ..checkpoints import (
     were_trained,
     write_checkpoint,
 )
+from ..origin import check_head_vocabulary
 from .head import Head, LoadedHead, built_head, dense_state, keep_packed
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import read_json, section
 from hf_speculate.messages import get_logger
-from hf_speculate.speculator import read_provenance
+from hf_speculate_plugins.origin import read_provenance
 
 from ..commands import Prompt, chat_ids
 from .acceptance import AcceptanceRates

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.speculator import head_record, local_folder
+from hf_speculate.speculator import local_folder
 from hf_speculate.stats import HeadRecord
+from hf_speculate_plugins.origin import head_record
 
 from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text, write_texts
 from .conditions import WITH_TEMPLATE, WITHOUT_TEMPLATE, Finding, Measured, compare_positions, compare_template

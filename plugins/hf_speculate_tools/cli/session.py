@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate import rounds
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import printable
-from hf_speculate.models import NAMED_TARGETS, SMOLLM2, GenerativeModel
+from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate_gguf.named import NAMED_TARGETS, SMOLLM2
 
 from ..commands import (
     DRAFTED,

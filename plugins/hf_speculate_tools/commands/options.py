@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import NAMED_TARGETS
+from hf_speculate_gguf.named import NAMED_TARGETS
 
 
 # Target, speculators, prompts and request.

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
-from hf_speculate.models import NAMED_TARGETS, GenerativeModel, named_file
+from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator, SpeculatorSpec, make_speculator
+from hf_speculate_gguf.named import NAMED_TARGETS, named_file
 
 from .machine import find_dtype
 

@@ -10,8 +10,8 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from hf_speculate.models import NAMED_TARGETS
 from hf_speculate.speculator import local_folder
+from hf_speculate_gguf.named import NAMED_TARGETS
 
 from ..check import (
     AcceptanceRates,

@@ -14,8 +14,8 @@ import typer
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import user_path
-from hf_speculate.models import NAMED_TARGETS
 from hf_speculate.speculator import drafter_class_for, local_folder
+from hf_speculate_gguf.named import NAMED_TARGETS
 from hf_speculate_plugins.checkpoints import LoadedTarget, LoadReport, TargetFiles
 
 from ..commands import JsonOnly, say, say_json, target_path

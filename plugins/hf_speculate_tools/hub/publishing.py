@@ -21,7 +21,8 @@ from hf_speculate.drafting import CALIBRATION_FILE, SavedHead
 from hf_speculate.errors import CheckpointError, SpeculateError, UploadError
 from hf_speculate.files import json_writer, own_file, read_json, replace_files, section, user_path
 from hf_speculate.messages import get_logger, has_secret
-from hf_speculate.speculator import PROVENANCE_FILE, drafter_class_for, read_provenance
+from hf_speculate.speculator import drafter_class_for
+from hf_speculate_plugins.origin import PROVENANCE_FILE, read_provenance
 
 from .card import CARD_FILE, has_custom_generate, rename_card, write_card, write_custom_generate
 from .public import public_provenance

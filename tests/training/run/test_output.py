@@ -17,12 +17,12 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
 from hf_speculate.scoring.adapters import adapter_fingerprints
 from hf_speculate.scoring.embeddings import embedding_rows, output_rows
-from hf_speculate.speculator import describe_identity
-from hf_speculate.speculator.targets import adapter_mismatch
 from hf_speculate.testing import check_lossless
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native.backends import choose_backend
 from hf_speculate_gguf.native.modules import PackedLinear
+from hf_speculate_plugins.origin import describe_identity
+from hf_speculate_plugins.origin.targets import adapter_mismatch
 from hf_speculate_training.__main__ import app
 from hf_speculate_training.methods.eagle import Eagle3Shape, new_eagle3
 from hf_speculate_training.run import read_recipe, recipe_from, train_head

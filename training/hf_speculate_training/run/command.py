@@ -10,7 +10,7 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import user_path
-from hf_speculate.speculator import read_provenance
+from hf_speculate_plugins.origin import read_provenance
 from hf_speculate_tools.commands import console, say
 from hf_speculate_tools.endings import INTERRUPTED
 

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.speculator import read_provenance
+from hf_speculate_plugins.origin import read_provenance
 from hf_speculate_tools.hub import LOCAL_RECIPE_FILE, RECIPE_FILE, public_recipe
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, replace_files
 from hf_speculate.models import unwrap
-from hf_speculate.speculator import PROVENANCE_FILE, describe_identity
 from hf_speculate_gguf import packing_report
+from hf_speculate_plugins.origin import PROVENANCE_FILE, describe_identity
 from hf_speculate_tools.commands import environment
 from hf_speculate_tools.hub import LOCAL_RECIPE_FILE, RECIPE_FILE, public_provenance
 

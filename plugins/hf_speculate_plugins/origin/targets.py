@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointError, TargetMismatchError
-from ..messages import get_logger
-from ..models import GenerativeModel
-from ..scoring import adapter_fingerprints, quantization_label
-from ..stats import HeadRecord
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.messages import get_logger
+from hf_speculate.models import GenerativeModel
+from hf_speculate.scoring import adapter_fingerprints, quantization_label
+from hf_speculate.stats import HeadRecord
+
 from .provenance import PROVENANCE_FILE, read_provenance
 from .weights import compare_weights, sample_weights
 

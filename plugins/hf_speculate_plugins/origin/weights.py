@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..models import GenerativeModel
+from hf_speculate.models import GenerativeModel
 
 
 Values = Float[Tensor, "*n"]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files import check_kinds, read_json
+from hf_speculate.files import check_kinds, read_json
 
 
 PROVENANCE_FILE = "provenance.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from ..errors import CheckpointError
+from hf_speculate.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
