@@ -163,7 +163,8 @@ class _Whole:
         inputs, config = Inputs.of(named), self._decoder.config
         if inputs is None:
             return None
-        if check is not None and check.holds():
+        is_known = check is not None and check.holds()
+        if check is not None and is_known:
             step = check.step
         else:
             step = self._current_step() if self.is_untouched() else None
@@ -172,7 +173,7 @@ class _Whole:
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
             return None
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
-        room = self._room(step, cache, inputs.ids.shape)
+        room = self._room(step, cache, inputs.ids.shape, is_known)
         rows = None if room is None else inputs.rows(config, cache, room, num_scored)
         if room is None or rows is None:
             return None
@@ -228,9 +229,9 @@ class _Whole:
             self._step = NativeStep.of([parts_of(layer) for layer in self._layers], *around)
         return self._step
 
-    def _room(self, step: NativeStep, cache: Cache, size: Sequence[int]) -> Room | None:
+    def _room(self, step: NativeStep, cache: Cache, size: Sequence[int], is_known: bool) -> Room | None:
         room = self._rooms.get(cache)
-        if room is None or not room.takes(step.layers, cache, *size):
+        if room is None or not room.takes(step.layers, cache, *size, are_alike=is_known):
             room = Room.of(step.layers, cache, *size)
             if room is not None:
                 self._rooms[cache] = room
