@@ -7,8 +7,7 @@ architectures  the architectures that are loaded, and how they differ
 rope           its RoPE: scaling, factors of frequencies
 model          the model in the file: configuration, names, shapes
 shards         files on the disk or the Hub, and models in several files
-matrices       rows of tensors for packing
-values         values of tensors of any type
+matrices       rows of tensors for packing, and values of tensors of any type
 loading        building the model
 report         how its weights lie in memory
 stock_methods  methods of transformers' models that count or change weights

@@ -38,7 +38,6 @@ from .native import (
     Backend,
     DequantizeBackend,
     FusedLinear,
-    NativeBackend,
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
@@ -131,11 +130,7 @@ def build_model(
     backend: Backend | None,
     attn_implementation: str | None = None,
 ) -> GenerativeModel:
-    """Builds the model of a plan, matrix by matrix.
-
-    Args:
-        backend: computes with the matrices that are stored in blocks; None: they are dequantised.
-    """
+    """Builds the model of a plan, matrix by matrix. Without a backend, matrices in blocks are dequantised."""
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
@@ -257,8 +252,8 @@ class _Builder:
 
     def _packed(self, kind: type[PackedMatrix], matrix: Matrix, bias: Tensor | None) -> PackedMatrix:
         assert self.backend is not None
-        tensors = self.backend.pack(matrix, self.dtype, self.device)
-        return kind(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, tensors, bias)
+        packed = self.backend.pack(matrix, self.device)
+        return kind(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, packed, bias)
 
     def _dense_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Linear:
         with torch.device("meta"):
@@ -287,7 +282,7 @@ class _Builder:
                 return ScaledEmbedding(weight, scale)
             return nn.Embedding(matrix.num_rows, matrix.num_columns, _weight=weight, _freeze=True)
         weight = matrix.read(0, matrix.num_rows).to(self.device)
-        return PackedEmbedding(weight, matrix.type, self.dtype, isinstance(self.backend, NativeBackend), scale)
+        return PackedEmbedding(weight, matrix.type, self.dtype, scale)
 
     def _tied_output(self, embeddings: nn.Embedding) -> nn.Module:
         """The output layer of tied embeddings; it shares their memory unless a kernel has a layout of its own."""

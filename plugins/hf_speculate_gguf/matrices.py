@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from .native import DENSE_TYPES, dense_values
+from .native import DENSE_TYPES, FORMATS, dense_values
 from .reading import GgufFile, TensorEntry
-from .values import known_types, values_of
 
 
 _CHUNK = 1 << 22  # weights that are dequantised at a time, in float32
@@ -131,3 +133,32 @@ def read_values(rows: TensorRows) -> Tensor:
 def interleaved(matrix: Tensor, num_heads: int) -> Tensor:
     """Rows of transformers' q and k in llama.cpp's order; `half_split_order` undoes it."""
     return matrix[half_split_order(len(matrix), num_heads).argsort()]
+
+
+def values_of(rows: UInt8[Tensor, "R bytes"], kind: str) -> Float[Tensor, "R K"]:
+    """The values of rows of a type in `known_types`: in their own type if they are not quantised, else in float32."""
+    if kind in DENSE_TYPES:
+        return dense_values(rows, kind)
+    if kind in FORMATS:
+        return FORMATS[kind].dequantize(rows)
+    import gguf
+
+    return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+@cache
+def known_types() -> tuple[str, ...]:
+    """Types of matrices that can be loaded. Those beyond `FORMATS` and `DENSE_TYPES` cannot stay packed."""
+    import gguf
+
+    others = [kind for kind in gguf.GGMLQuantizationType if kind.name not in (*FORMATS, *DENSE_TYPES)]
+    return (*DENSE_TYPES, *FORMATS, *(kind.name for kind in others if _is_readable(gguf, kind)))
+
+
+def _is_readable(gguf: Any, kind: Any) -> bool:
+    """Whether the `gguf` package dequantises a type. The only test is to do so."""
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig
 from hf_speculate.errors import CheckpointError
 
 from .architectures import PRE_NORMS, Architecture, find_architecture
+from .matrices import known_types
 from .metadata import Metadata, check_vocabulary, end_tokens, token_id
 from .native import DENSE_TYPES
 from .reading import GgufFile
 from .rope import ROPE_FACTORS, check_angles, name_factors, rope_factors, rope_parameters
-from .values import known_types
 
 
 # Projections of a layer: name in the file -> name in transformers.

@@ -133,17 +133,6 @@ def test_caches_of_layers_with_a_window_grow_at_other_times_than_the_others(writ
 
 
 @pytest.mark.usefixtures("needs_kernel")
-def test_rows_of_a_padded_batch_see_their_windows(gemma3, steps):
-    model, lengths = load_model(gemma3, dtype=torch.float32, backend="native"), (11, 24, 3)
-    batch = padded(lengths)
-    together = model(**batch, use_cache=True)
-    for row, length in enumerate(lengths):
-        alone = model(ids(1, length, seed=length), use_cache=True)
-        assert torch.equal(together.logits[row, 24 - length :], alone.logits[0])
-    assert set(steps) == {1}
-
-
-@pytest.mark.usefixtures("needs_kernel")
 def test_text_of_gemma3_is_that_of_plain_generate(write):
     """Longer than the window, greedy and sampled, alone and padded."""
     path = write(shape_of("gemma3", embedding_std=0.05), "Q8_0", metadata=OF_GEMMA3)

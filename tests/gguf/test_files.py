@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import struct
 
 import numpy as np
 import pytest
-import torch
 
 import hf_speculate
-from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.errors import CheckpointError
 from hf_speculate_gguf import load_model
-from hf_speculate_gguf.model import plan_model
 from hf_speculate_gguf.reading import read_header
 
-from ..support.random_gguf import FileShape, find_recipe
+from ..support.random_gguf import FileShape
 
 
 def test_header_is_what_was_written(write):
@@ -39,23 +36,6 @@ def test_cut_anywhere_it_is_refused(write, tmp_path):
             read_header(cut)
     cut.write_bytes(whole[:last])
     assert read_header(cut).tensors
-
-
-def test_flipped_bytes_never_do_worse_than_an_error(write, tmp_path):
-    """Any byte of the header may be anything: a clear error or a file that is still read; nothing else is raised."""
-    whole, choose = write().read_bytes(), random.Random(0)
-    start = min(entry.offset for entry in read_header(tmp_path / "model.gguf").tensors.values())
-    broken, refused = tmp_path / "broken.gguf", 0
-    for _ in range(400):
-        data = bytearray(whole)
-        for _ in range(choose.choice((1, 1, 4))):
-            data[choose.randrange(start)] = choose.choice((0, 1, 0x7F, 0xFF, choose.randrange(256)))
-        broken.write_bytes(data)
-        try:
-            plan_model(read_header(broken))
-        except CheckpointError:
-            refused += 1
-    assert refused > 200
 
 
 @pytest.mark.parametrize(
@@ -102,8 +82,6 @@ def test_unknown_types_are_named(write, no_weights, tmp_path):
     ("metadata", "message"),
     [
         ({".block_count": None}, "no 'llama.block_count'"),
-        ({".embedding_length": None}, "no 'llama.embedding_length'"),
-        ({".attention.layer_norm_rms_epsilon": None}, "no 'llama.attention.layer_norm_rms_epsilon'"),
         ({".context_length": "long"}, "is 'long', not of type int"),
         ({".attention.head_count": 0}, "'llama.attention.head_count' is 0"),
         ({".block_count": 2**31}, "2147483648 layers are announced, but 21 tensors"),
@@ -113,20 +91,11 @@ def test_unknown_types_are_named(write, no_weights, tmp_path):
         ({".expert_count": 8}, "mixture of experts"),
         ({".rope.dimension_count": 4}, "rotating or keeping a part of a head"),
         ({".rope.scaling.type": "longrope"}, "RoPE scaling 'longrope' is not supported"),
-        ({"tokenizer.ggml.tokens": 1.5}, "'tokenizer.ggml.tokens' is 1.5, not of type list"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "not a list of str only"),
         ({"tokenizer.ggml.tokens": ["a"] * 40, "tokenizer.ggml.token_type": [1]}, "has 1 entries"),
         ({"tokenizer.ggml.bos_token_id": "x"}, "'tokenizer.ggml.bos_token_id' is 'x', not of type int"),
-        ({"tokenizer.ggml.padding_token_id": "x"}, "padding_token_id' is 'x'"),
-        ({"tokenizer.chat_template": 5}, "chat_template' is 5, not of type str"),
         ({".rope.freq_base": float("nan")}, "freq_base' is nan, expected a number above 0"),
-        ({".attention.layer_norm_rms_epsilon": float("inf")}, "epsilon' is inf"),
-        ({".rope.scaling.type": "yarn", ".rope.scaling.factor": 0.0}, "scaling.factor' is 0.0"),
-        ({".attention.head_count": [4]}, "not of type int"),
-        ({"tokenizer.ggml.add_bos_token": 1}, "'tokenizer.ggml.add_bos_token' is 1, not of type bool"),
         ({".rope.scaling.attn_factor": 1.5}, "RoPE with 'llama.rope.scaling.attn_factor' of its own is not supported"),
-        ({".rope.scaling.yarn_ext_factor": 0.5}, "RoPE with 'llama.rope.scaling.yarn_ext_factor' of its own"),
-        ({".rope.scaling.later": 0.5}, "RoPE with 'llama.rope.scaling.later' of its own"),
         ({".rope.scaling.type": "yarn"}, "no 'llama.rope.scaling.factor'"),
     ],
 )
@@ -138,12 +107,6 @@ def test_metadata_that_do_not_fit_are_refused(write, no_weights, metadata, messa
 def test_other_architectures_are_refused(write, no_weights):
     with pytest.raises(CheckpointError, match="architecture 'mamba'; supported: llama, qwen2, qwen3, gemma3"):
         load_model(write(FileShape("mamba", 40, 32, 64, 2, 4, 2)))
-
-
-def test_unknown_tensors_are_refused(write, no_weights):
-    norm = np.ones(8, np.float32)
-    with pytest.raises(CheckpointError, match=r"not known: blk.0.attn_q_norm.weight"):
-        load_model(write(extra_tensors={"blk.0.attn_q_norm.weight": norm}))
 
 
 def test_without_a_tokenizer_one_must_be_given(write, no_weights):
@@ -164,21 +127,3 @@ def test_weights_that_are_not_numbers_are_refused(write):
     norm = np.full(32, np.nan, np.float32)
     with pytest.raises(CheckpointError, match=r"'output_norm.weight' holds values that are not finite"):
         load_model(write(extra_tensors={"output_norm.weight": norm}))
-
-
-def test_random_files_want_a_type_that_fits():
-    with pytest.raises(SpeculateError, match="unknown type 'Q9'"):
-        find_recipe("Q9", FileShape())
-    with pytest.raises(SpeculateError, match="Q4_K comes in blocks of 256"):
-        find_recipe("Q4_K", FileShape())
-    kinds = {find_recipe("Q4_K_M", FileShape())(f"blk.{i}.ffn_down.weight", 4864) for i in range(24)}
-    assert kinds == {"Q4_K", "Q6_K"}
-
-
-def test_the_header_of_a_large_vocabulary_is_read(write):
-    tokens = [f"token {i}" for i in range(20000)]
-    path = write(metadata={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": [0.5] * 20000})
-    metadata = read_header(path).metadata
-    assert metadata["tokenizer.ggml.tokens"] == tokens
-    assert metadata["tokenizer.ggml.scores"][-1] == 0.5
-    assert torch.isfinite(load_model(path)(torch.tensor([[1, 2]])).logits).all()

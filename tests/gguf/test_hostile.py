@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 
 import numpy as np
 import pytest
@@ -89,32 +88,20 @@ def loads(path) -> bool:
     return True
 
 
-def run_cases(path, first_seed: int, num_cases: int) -> tuple[int, float]:
-    """How many loaded, and the seconds of the slowest."""
-    num_loaded, slowest, seed = 0, 0.0, first_seed
-    while num_cases:
-        choose, seed = random.Random(seed), seed + 1
+def test_mutated_headers_give_clear_errors_or_models_that_run(tmp_path):
+    path, num_loaded, num_cases = tmp_path / "model.gguf", 0, 0
+    for seed in range(250):
+        choose = random.Random(seed)
         try:
-            choose.choice((change_metadata, change_metadata, change_shape, change_bytes))(path, choose)
+            choose.choice((change_metadata, change_metadata, change_shape, change_bytes))(
+                tmp_path / "model.gguf", choose
+            )
         except Exception:  # what the writer refuses is no file, and no case
             continue
-        start = time.perf_counter()
         num_loaded += loads(path)
-        slowest = max(slowest, time.perf_counter() - start)
-        num_cases -= 1
-    return num_loaded, slowest
-
-
-def test_mutated_headers_give_clear_errors_or_models_that_run(tmp_path):
-    num_loaded, _ = run_cases(tmp_path / "model.gguf", 0, 200)
-    assert 20 < num_loaded < 120
-
-
-@pytest.mark.slow
-def test_many_mutated_headers_give_clear_errors_or_models_that_run(tmp_path):
-    num_loaded, slowest = run_cases(tmp_path / "model.gguf", 1000, 2000)
-    assert 200 < num_loaded < 1200
-    print(f"{num_loaded} loaded; slowest {slowest:.2f} s")  # noqa: T201
+        num_cases += 1
+    assert num_cases >= 200
+    assert 0.1 < num_loaded / num_cases < 0.6
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import hf_speculate
 from hf_speculate.errors import CheckpointError
 from hf_speculate_gguf import load_gguf, load_model
-from hf_speculate_gguf.matrices import TensorRows
-from hf_speculate_gguf.model import plan_model
 from hf_speculate_gguf.native.formats import DENSE_TYPES, FORMATS
-from hf_speculate_gguf.reading import read_header
 from hf_speculate_gguf.rope import plain_frequencies
 from hf_speculate_gguf.shards import find_file, part_names
 
@@ -231,12 +228,3 @@ def test_parts_that_do_not_belong_together_are_refused(parts):
     renamed = first.rename(first.with_name("other.gguf"))
     with pytest.raises(CheckpointError, match=r"the first of 3 parts: .* it is called otherwise"):
         load_model(renamed)
-
-
-def test_plans_are_made_without_weights(write, monkeypatch):
-    path = write(shape_of("qwen2"))
-    monkeypatch.setattr(TensorRows, "read", lambda *_: pytest.fail("weights were read"))
-    plan = plan_model(read_header(path))
-    assert plan.config.num_hidden_layers == 2
-    assert plan.config.model_type == "qwen2"
-    assert not plan.is_tied

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_speculate import load_gguf
 from hf_speculate_gguf import read_model_file, read_tokenizer
 from hf_speculate_gguf.named import SMOLLM2
 from hf_speculate_gguf.tokenizer import PRE_TYPES
@@ -41,16 +39,6 @@ def odd_strings(count: int, seed: int = 0, fragments: Sequence[str] = FRAGMENTS)
     choose = random.Random(seed)
     for _ in range(count):
         yield "".join(choose.choice(fragments) for _ in range(choose.randint(1, 10)))
-
-
-def numbered_list(seed: int) -> str:
-    choose = random.Random(seed)
-    gap = choose.choice(("\n", "\n\n"))
-    items = [
-        f"{number}. " + " ".join(odd_strings(1, seed * 100 + number, ("apples", " and", " 12", ":\n", " 3.5")))
-        for number in range(1, 13)
-    ]
-    return f"Here is the list:{gap}{gap.join(items)}"
 
 
 def byte_level(
@@ -225,15 +213,6 @@ def test_no_text_becomes_a_token_that_the_file_does_not_have(metadata, tmp_path)
         assert max(tokenizer(text).input_ids) < len(tokens)
 
 
-def test_a_request_with_a_special_token_of_another_model_runs(tmp_path):
-    path, metadata = tmp_path / "model.gguf", byte_level("llama-bpe", control=["<|begin_of_text|>"], bos_token_id=256)
-    write_random_file(path, FileShape("llama", 257, 32, 32, 1, 2, 2, 64), one_type("Q8_0"), metadata=metadata)
-    model, tokenizer = load_gguf(path, dtype=torch.float32)
-    inputs = tokenizer("a<|endoftext|>b", return_tensors="pt")
-    assert inputs.input_ids[0, 0] == 256
-    assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape[1] == inputs.input_ids.shape[1] + 2
-
-
 def test_control_tokens_beyond_the_byte_alphabet_are_found_whole(tmp_path):
     """DeepSeek's, with a full-width bar."""
     tokenizer = tokenizer_of(
@@ -312,18 +291,6 @@ def test_smollm2_has_the_ids_of_its_own_tokenizer(smollm2, tmp_path):
         ids = own.encode(text).ids
         assert tokenizer(text).input_ids == ids, text
         assert again(text).input_ids == ids
-
-
-@pytest.mark.smollm2
-def test_smollm2_reads_its_own_lists_again(smollm2):
-    """A numbered list that was decoded and read again is the same tokens; so is any text."""
-    _, tokenizer = smollm2
-    assert tokenizer("\n\n1.").input_ids == [1116, 33, 30]
-    for seed in range(50):
-        text = numbered_list(seed)
-        ids = tokenizer(text).input_ids
-        assert tokenizer.decode(ids) == text
-        assert tokenizer(tokenizer.decode(ids)).input_ids == ids
 
 
 @pytest.mark.rest

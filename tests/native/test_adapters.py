@@ -182,14 +182,6 @@ def test_what_changes_weights_is_refused(path, options, tmp_path):
     peft.PeftModel.from_pretrained(load(path, "dense"), folder)
 
 
-def test_adapters_with_the_weights_of_the_embeddings_are_refused(path, tmp_path):
-    """PEFT adds them by itself where embeddings or the output layer are adapted; they may differ from the file's."""
-    model = peft.get_peft_model(load(path, "dense"), lora(target_modules=["lm_head"]))
-    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
-    with pytest.raises(UnsupportedRequestError, match=r"save_embedding_layers=False"):
-        peft.PeftModel.from_pretrained(load(path), tmp_path / "adapter")
-
-
 def test_weights_describe_themselves_only(path):
     model = load(path)
     for layer in (model.lm_head, model.model.embed_tokens, model.model.layers[0].self_attn.q_proj):

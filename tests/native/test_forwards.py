@@ -15,6 +15,7 @@ from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache, cache_of
 from hf_speculate.scoring import has_native_layers
 from hf_speculate.scoring.attention import TreeAttention, fold
 from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native.formats import FORMATS
 from hf_speculate_gguf.native.forwards import fuse
 from hf_speculate_gguf.native.layers import MOST_ROWS
 
@@ -88,6 +89,16 @@ def test_rounded_inputs_are_those_of_the_modules(load, calls):
         assert (each - other).norm() < 2e-4 * other.norm()
     exact, _ = states_of(load(recipe="mixed", dtype=torch.float32), ids(1, 37))
     assert (exact - found).norm() > 1e-3 * exact.norm(), "they are rounded"
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_embeddings_that_the_kernel_looks_up_have_the_bits_of_the_module(kind, load, calls):
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(recipe=kind, dtype=dtype)
+        states, _ = states_of(model, ids(1, 9))
+        assert torch.equal(states[0], model.model.embed_tokens(ids(1, 9)))
+        assert model.model.embed_tokens(ids(2, 0)).shape == (2, 0, 256)
     assert calls == [1, 1]
 
 

@@ -30,7 +30,6 @@ extern "C" {{
 int hfs_bf16() {{ return {answer}; }}
 bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
-bool hfs_look_up() {{ return true; }}
 int hfs_kind(const char *) {{ return 0; }}  int hfs_step() {{ return 0; }}
 int hfs_draft() {{ return 0; }}  int hfs_team_size() {{ return 1; }}
 long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_runs() {{ return 0; }}
@@ -46,7 +45,7 @@ class User:
 
     Attributes:
         folder: where it is kept.
-        compilations: commands of the compiler, those for its version left out.
+        compilations: commands of the compiler.
         warnings: as logged.
     """
 
@@ -65,12 +64,8 @@ class User:
         self.source.write_text(STAND_IN.format(answer=42))
         monkeypatch.setattr(native, "SOURCE", self.source)
         run = native._run
-        monkeypatch.setattr(native, "_run", lambda command: self._note(command) or run(command))
+        monkeypatch.setattr(native, "_run", lambda command: self.compilations.append(command) or run(command))
         monkeypatch.setattr(native.logger, "warning", self.warnings.append)
-
-    def _note(self, command):
-        if "-o" in command:
-            self.compilations.append(command)
 
     def starts_process(self) -> str:
         """The problem of a new process; forgets what earlier ones did."""
@@ -118,13 +113,7 @@ def test_one_compilation_serves_many_processes(user):
 
 DAMAGES = {
     "empty": lambda data: b"",
-    "one byte": lambda data: b"x",
-    "half": lambda data: data[: len(data) // 2],
-    "a page": lambda data: data[:4096],
-    "cut by a byte": lambda data: data[:-1],
-    "pages of zeros": lambda data: data[:1024] + bytes(len(data) - 2048) + data[-1024:],
     "one bit": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
-    "text": lambda data: b"hello\n" * 100,
     "without its hash": lambda data: data[:-32],
 }
 
@@ -181,13 +170,9 @@ def test_what_others_can_have_written_is_not_loaded(user, change, problem):
     assert problem in user.warnings[0]
 
 
-@pytest.mark.parametrize("how", ["relative", "no home"])
-def test_the_current_folder_is_no_cache(user, how):
+def test_the_current_folder_is_no_cache(user):
     user.monkeypatch.chdir(user.home)
-    if how == "no home":
-        user.monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    else:
-        user.monkeypatch.setenv("XDG_CACHE_HOME", "rel")
+    user.monkeypatch.setenv("XDG_CACHE_HOME", "rel")
     assert user.starts_process() == ""
     assert len(user.warnings) == 1
     assert "not an absolute path" in user.warnings[0]
@@ -209,17 +194,6 @@ def test_a_cache_that_cannot_be_written_is_reported_once(user, tmp_path, place):
         assert len(user.warnings) == 1
         assert place in user.warnings[0]
     assert not os.listdir(tempfile.gettempdir())
-
-
-def test_a_linked_folder_is_followed(user, tmp_path):
-    real = tmp_path / "scratch"
-    real.mkdir(mode=0o700)
-    user.folder.parent.mkdir(parents=True)
-    user.folder.symlink_to(real)
-    kept = user.has_compiled()
-    assert (real / kept.name).is_file()
-    user.starts_process()
-    assert not user.compilations
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
@@ -277,18 +251,6 @@ class TestCompilers:
         assert not user.folder.exists() or not list(user.folder.iterdir())
         assert not os.listdir(tempfile.gettempdir())
 
-    def test_a_blank_name_is_none(self, user):
-        user.monkeypatch.setenv("CXX", "   ")
-        user.has_compiled()
-        assert not user.warnings
-
-    def test_what_it_says_of_the_source_is_reported_once(self, user):
-        user.source.write_text("int main() { return nonsense; }")
-        self.falls_back(user, "nonsense")
-        assert choose_backend("auto", CPU, torch.float32) is None
-        assert len(user.compilations) == 1
-        assert len(user.warnings) == 1
-
     @pytest.mark.parametrize(
         ("command", "problem"),
         [
@@ -296,7 +258,6 @@ class TestCompilers:
             ("no-such-compiler -O2", "there is no C++ compiler 'no-such-compiler' (from $CXX)"),
             ("/bin/true", "wrote nothing"),
             ("/bin/false", "failed with status 1"),
-            ("/proc/self/cmdline", "there is no C++ compiler"),
         ],
     )
     def test_one_that_does_not_work_is_reported(self, user, command, problem):
@@ -304,7 +265,7 @@ class TestCompilers:
         self.falls_back(user, problem)
 
     def test_one_that_writes_something_else_is_reported(self, user, tmp_path):
-        compiler = script(tmp_path / "cc", 'while [ $# -gt 1 ]; do shift; done; [ "$1" = --version ] || echo hi > "$1"')
+        compiler = script(tmp_path / "cc", 'while [ $# -gt 1 ]; do shift; done; echo hi > "$1"')
         user.monkeypatch.setenv("CXX", compiler)
         self.falls_back(user, "cannot be loaded")
 
@@ -321,31 +282,9 @@ class TestCompilers:
         assert choose_backend("auto", CPU, torch.float32) is None
         assert len(user.warnings) == 1
 
-    def test_one_that_prints_no_utf8_compiles(self, user, tmp_path):
-        compiler = next(filter(None, map(shutil.which, native._COMPILERS)))
-        user.monkeypatch.setenv("CXX", script(tmp_path / "cc", f"printf 'caf\\351'; exec {compiler} \"$@\""))
-        user.has_compiled()
-        assert not user.warnings
-
     def test_what_was_kept_needs_none(self, user):
         user.has_compiled()
         user.monkeypatch.setenv("PATH", "/nowhere")
         assert user.starts_process() == ""
         assert native.library().bf16 == 42
         assert not user.warnings
-
-    @pytest.mark.parametrize("command", ["no-such-compiler", "/bin/true", 'g++ "'])
-    def test_what_was_kept_serves_where_one_fails(self, user, command):
-        user.has_compiled()
-        user.monkeypatch.setenv("CXX", command)
-        assert user.starts_process() == ""
-        assert native.library().bf16 == 42
-        assert len(user.warnings) == 1
-        assert "a kernel that was kept is used" in user.warnings[0]
-
-    def test_what_is_damaged_cannot_be_made_again(self, user):
-        kept = user.has_compiled()
-        replace(kept, kept.read_bytes()[:5000])
-        user.monkeypatch.setenv("PATH", "/nowhere")
-        assert "there is no C++ compiler" in user.starts_process()
-        assert len(user.warnings) == 1

@@ -294,8 +294,7 @@ class TestPrompts:
 class TestPending:
     """Entries that were committed before a draft."""
 
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    @pytest.mark.parametrize("count", [1, 4])
+    @pytest.mark.parametrize(("batch_size", "count"), [(1, 1), (3, 4)])
     @pytest.mark.parametrize("is_quick", [False, True], ids=["", "quick"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_what_is_pending_is_read_first(self, batch_size, count, is_quick, dtype, calls, monkeypatch):

@@ -60,8 +60,7 @@ def pack(matrix: Matrix, backend: str, dtype: torch.dtype) -> PackedLinear:
     chosen = BACKENDS[backend]
     if problem := chosen.problem(CPU, dtype):
         pytest.skip(f"{backend}: {problem}")
-    tensors = chosen.pack(matrix, dtype, CPU)
-    return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, chosen, tensors)
+    return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, chosen, chosen.pack(matrix, CPU))
 
 
 def rounded(inputs: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,10 @@ modules        packed linear layers, fused projections and embeddings
 rounded        8-bit matrices for drafting; rounded_layers: the layers that use them
 forwards       whole models in one native call (step), with transformers' caches (caches); inputs: what they take
 layers         decoder layers for the kernel (layer_parts), and their rows; snapshot: changes of their modules
-weights        addresses of the weights; large_pages: their memory; angles: rotary embeddings
+weights        addresses of the weights; large_pages: their memory
 draft          whole drafts of a head in one native call; ranking and growth: its parts
 """
 
-from .angles import FIXED_ROPE as FIXED_ROPE
-from .angles import AngleTable as AngleTable
 from .backends import Backend as Backend
 from .backends import DequantizeBackend as DequantizeBackend
 from .backends import NativeBackend as NativeBackend
@@ -38,8 +36,8 @@ from .ranking import NativeRanking as NativeRanking
 from .ranking import Sampling as Sampling
 from .rounded_layers import RoundedLinear as RoundedLinear
 from .rounded_layers import quicken as quicken
-from .rows import TreeRows as TreeRows
 from .rows import new_rows as new_rows
-from .rows import served as served
 from .rows import tree_rows as tree_rows
+from .step import FIXED_ROPE as FIXED_ROPE
+from .step import AngleTable as AngleTable
 from .weights import WeightsInPlace as WeightsInPlace

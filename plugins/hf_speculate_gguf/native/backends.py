@@ -6,8 +6,7 @@ Decoding and verification use the same backend: the bits of a row never depend o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
@@ -27,43 +26,8 @@ DENSE = "dense"
 BUFFER_WEIGHTS = 1 << 22
 
 
-class Blocks(Protocol):
-    """A matrix in a file: rows of blocks of one type.
-
-    Attributes:
-        names: names of its tensors in the file.
-        type: block type of all its tensors.
-        num_rows, num_columns: shape of the matrix.
-        row_bytes: number of bytes of a row.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def num_columns(self) -> int: ...
-
-    @property
-    def row_bytes(self) -> int: ...
-
-    def chunks(self, num_weights: int, multiple: int = 1) -> Iterator[tuple[int, UInt8[Tensor, "R bytes"]]]:
-        """(first row, bytes) of about `num_weights` weights at a time; every chunk but the last has a multiple of
-        `multiple` rows."""
-        ...
-
-
 class Backend(ABC):
-    """Packs matrices of blocks and multiplies with them.
-
-    Attributes:
-        name: name for `load_gguf(backend=)` and reports.
-    """
+    """Packs matrices of blocks and multiplies with them. `name` is that of `load_gguf(backend=)` and reports."""
 
     name: str
 
@@ -72,20 +36,12 @@ class Backend(ABC):
         """The reason why the backend cannot be used with this device and dtype; "" if it can."""
 
     @abstractmethod
-    def pack(self, matrix: Blocks, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Packs a matrix: `packed`, uint8, and other tensors that `multiply` needs, by name.
-
-        Raises:
-            CheckpointError: a scale is not finite.
-        """
+    def pack(self, matrix: Any, device: torch.device) -> UInt8[Tensor, "rows bytes"]:
+        """Packs a matrix of a file (`matrices.Matrix`); raises `CheckpointError` if a scale is not finite."""
 
     @abstractmethod
     def multiply(self, inputs: Float[Tensor, "M K"], layer: Any) -> Float[Tensor, "M N"]:
-        """x @ w.T without bias.
-
-        Args:
-            layer: module with the packed tensors, `block_type` and `out_features` (N) as attributes.
-        """
+        """x @ w.T without bias, for a packed `layer`."""
 
 
 class NativeBackend(Backend):
@@ -100,17 +56,21 @@ class NativeBackend(Backend):
     def problem(self, device, dtype):
         return _problem_on_cpus(device, dtype) or binding.native_problem()
 
-    def pack(self, matrix, dtype, device):
+    def pack(self, matrix, device):
         library, lanes = binding.library(), binding.TILE_ROWS
         tile_bytes = library.tile_bytes(matrix.type, matrix.num_columns)
         tiles = large_pages.zeros(-(-matrix.num_rows // lanes), tile_bytes)
         for start, rows in matrix.chunks(BUFFER_WEIGHTS, lanes):
             if not library.pack(matrix.type, rows, matrix.num_columns, tiles[start // lanes :]):
                 raise _not_finite(matrix)
-        return {"packed": tiles}
+        return tiles
 
     def multiply(self, inputs, layer):
-        _check_is_on_cpu(inputs, layer)
+        if not (inputs.is_cpu and layer.packed.is_cpu):
+            raise UnsupportedRequestError(
+                "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
+                f"load_gguf(..., device={str(inputs.device)!r})."
+            )
         return _multiply(inputs, layer.packed, layer.block_type, layer.out_features, self.rounds)
 
 
@@ -146,14 +106,13 @@ class DequantizeBackend(Backend):
     def problem(self, device, dtype):
         return ""
 
-    def pack(self, matrix, dtype, device):
+    def pack(self, matrix, device):
         weight = torch.empty(matrix.num_rows, matrix.row_bytes, dtype=torch.uint8, device=device)
         for start, rows in matrix.chunks(BUFFER_WEIGHTS):
-            _, scales, offsets = FORMATS[matrix.type].split(rows)
-            if not (scales if offsets is None else scales + offsets).isfinite().all():
+            if not FORMATS[matrix.type].dequantize(rows).isfinite().all():
                 raise _not_finite(matrix)
             weight[start : start + len(rows)] = rows
-        return {"packed": weight}
+        return weight
 
     def multiply(self, inputs, layer):
         num_inputs, block_format = inputs.shape[0], FORMATS[layer.block_type]
@@ -167,7 +126,7 @@ class DequantizeBackend(Backend):
         return products
 
 
-def _not_finite(matrix: Blocks) -> CheckpointError:
+def _not_finite(matrix: Any) -> CheckpointError:
     return CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some scales are not finite.")
 
 
@@ -199,14 +158,6 @@ def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-def _check_is_on_cpu(inputs: Tensor, layer: Any) -> None:
-    if inputs.device.type != "cpu" or layer.packed.device.type != "cpu":
-        raise UnsupportedRequestError(
-            "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
-            f"load_gguf(..., device={str(inputs.device)!r})."
-        )
-
-
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (NativeBackend(), RoundingBackend(), DequantizeBackend())
 }
@@ -215,8 +166,7 @@ BACKENDS: dict[str, Backend] = {
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend | None:
     """The backend called `name`; for "auto" the fastest that works. None: weights are dequantised at load.
 
-    Raises:
-        UnsupportedRequestError: the name is unknown, or the backend cannot be used here.
+    Raises `UnsupportedRequestError` if the name is unknown, or the backend cannot be used here.
     """
     if name == DENSE:
         return None

@@ -1,8 +1,7 @@
 """Compiles `kernel/` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
 
-The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library's name has two hashes: one of
-source, flags and CPU, and one of the compiler. So machines can share a folder. Without a working compiler, a library
-from another compiler is used.
+The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library's name has a hash of source,
+flags and CPU, so machines can share a folder. A library that is in the cache needs no compiler.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -53,20 +53,11 @@ class NativeError(SpeculateError):
     """The library cannot be compiled or loaded; the message has the reason and the compiler's output."""
 
 
-class NoCompilerError(NativeError):
-    """There is no compiler, and $CXX names none."""
-
-
 class Library:
     """The functions of `kernel.cpp`.
 
-    Args:
-        path: path of the shared library.
-
     Attributes:
         kinds: number of each block type and dense type in the kernel.
-        run_layers, find_runs, move, step, cut, draft, ask_for_large_pages, look_up, team_size,
-            set_threads: functions of the library; the modules of this package call them.
         bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
         multiplies_bytes: whether the CPU has instructions that multiply bytes.
 
@@ -87,7 +78,6 @@ class Library:
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_large_pages", None, (pointer, size)),
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
-            ("hfs_look_up", flag, (integer, pointer, size, size, pointer, size, pointer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
             ("hfs_runs", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
             ("hfs_exponential", None, (pointer, pointer, size)),
@@ -104,7 +94,6 @@ class Library:
         self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
         self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
         self.cut, self.draft = functions.hfs_cut, functions.hfs_draft
-        self.look_up = functions.hfs_look_up
         self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
@@ -152,12 +141,9 @@ class Library:
         out_features: int,
         rounds: bool = False,
     ) -> Float[Tensor, "M N"]:
-        """x @ w.T in the dtype of the inputs.
+        """x @ w.T in the dtype of the inputs. With `rounds` these are rounded to 8 bits, in blocks of 32.
 
         Sums are float32. So are the inputs where the CPU cannot multiply bfloat16.
-
-        Args:
-            rounds: whether inputs are rounded to 8 bits, in blocks of 32.
         """
         is_bf16 = inputs.dtype is torch.bfloat16
         values = (inputs if is_bf16 else inputs.float()).contiguous()
@@ -218,25 +204,13 @@ def library() -> Library:
 
 def build() -> Library:
     """The library, compiled if the cache has no usable one; raises `NativeError`."""
-    cache, kind = KernelCache(), _kind()
-    try:
-        found, problems = _by_compiler(cache, kind), [cache.problem]
-    except NativeError as error:
-        found = _first_usable(cache, cache.names(kind))
-        if found is None:
-            raise NativeError("; ".join(filter(None, (str(error), cache.problem)))) from error
-        problems = [] if isinstance(error, NoCompilerError) else [f"{error}; a kernel that was kept is used"]
-    if any(problems):
-        logger.warning(f"the kernel for GGUF weights: {'; '.join(problems)}.")
-    return found
-
-
-def _by_compiler(cache: KernelCache, kind: str) -> Library:
-    """The library that this compiler has made before, or makes now."""
+    cache, name = KernelCache(), _name()
+    if path := cache.find(name):
+        try:
+            return Library(path)
+        except (OSError, AttributeError) as error:  # made by another machine that shares the folder
+            logger.info(f"{name} cannot be loaded here: {error}")
     compiler = find_compiler()
-    name = f"{kind}{_digest(*compiler, _run([*compiler, '--version']).stdout)}.so"
-    if found := _first_usable(cache, [name]):
-        return found
     with tempfile.TemporaryDirectory(prefix="hf_speculate-kernel-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, name)
         compile_source(compiler, path)
@@ -245,17 +219,9 @@ def _by_compiler(cache: KernelCache, kind: str) -> Library:
         except (OSError, AttributeError) as error:
             raise NativeError(f"what {shlex.join(compiler)} made of {SOURCE.name} cannot be loaded: {error}") from error
         cache.keep(name, path.read_bytes())
+    if cache.problem:
+        logger.warning(f"the kernel for GGUF weights: {cache.problem}.")
     return found
-
-
-def _first_usable(cache: KernelCache, names: Sequence[str]) -> Library | None:
-    for name in names:
-        if path := cache.find(name):
-            try:
-                return Library(path)
-            except (OSError, AttributeError) as error:  # made by another machine that shares the folder
-                logger.info(f"{name} cannot be loaded here: {error}")
-    return None
 
 
 def compile_source(compiler: Sequence[str], path: Path) -> None:
@@ -268,6 +234,15 @@ def compile_source(compiler: Sequence[str], path: Path) -> None:
         raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
     if not path.exists():
         raise NativeError(f"{shlex.join(command)} reported success, but wrote nothing")
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command with English output; bytes that are not UTF-8 are still shown."""
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "timeout": 600}
+    try:
+        return subprocess.run(command, capture_output=True, env={**os.environ, "LC_ALL": "C"}, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"{shlex.join(command)}: {error}") from error
 
 
 def find_compiler() -> list[str]:
@@ -283,28 +258,14 @@ def find_compiler() -> list[str]:
     for name in _COMPILERS:
         if found := shutil.which(name):
             return [found]
-    raise NoCompilerError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
+    raise NativeError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command with English output; bytes that are not UTF-8 are still shown."""
-    environment = {**os.environ, "LC_ALL": "C"}
-    try:
-        return subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, env=environment
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeError(f"{shlex.join(command)}: {error}") from error
-
-
-def _kind() -> str:
-    """The common prefix of the names of all libraries that work here, from any compiler."""
+def _name() -> str:
+    """The name of libraries that work here."""
     sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
-    return f"kernel-{_digest(*sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver())}-"
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:24]
+    parts = *sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver()
+    return f"kernel-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
 
 
 def _tune() -> str:
@@ -312,7 +273,7 @@ def _tune() -> str:
 
 
 def _processor() -> str:
-    """Facts about the processor that -march=native may depend on."""
+    """The processor, as far as -march=native may depend on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -18,26 +18,23 @@ from . import binding
 from .layers import CallStructure, Entries, NativeLayers
 
 
-def appendable_layers(cache: Cache, first: int, windows: Sequence[int | None]) -> list[PreallocatedLayer]:
-    """Cache layers whose entries can be written in place. Stock layers among them are replaced by such layers.
+def appendable_layers(cache: Cache, windows: Sequence[int | None]) -> list[PreallocatedLayer]:
+    """Layers of a cache whose entries can be written in place. Stock layers among them are replaced by such layers.
 
-    The list is empty if a layer is of another kind, or lengths differ.
-
-    Args:
-        first: index of the first layer in the cache.
-        windows: window of each layer (`LayerParts`). A cache layer may keep just its window, or all entries.
+    The list is empty if a layer is of another kind, or lengths differ. With a window (`LayerParts`), a cache layer may
+    keep just that, or all entries.
     """
     count = len(windows)
     if type(cache).update is not Cache.update or cache.offloading:
         return []
     layers = cache.layers
-    while len(layers) < first + count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
+    while len(layers) < count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
         layers.append(PreallocatedLayer())
-    present = layers[first : first + count]
+    present = layers[:count]
     if len(present) < count or not all(map(_keeps, present, windows)):
         return []
     found: list[PreallocatedLayer] = []
-    for index in range(first, first + count):
+    for index in range(count):
         layer: Any = layers[index]
         if ours := _OURS.get(type(layer)):
             layer = layers[index] = ours.from_layer(layer)
@@ -59,22 +56,23 @@ def _keeps(layer: Any, window: int | None) -> bool:
     return type(layer) in (DynamicSlidingWindowLayer, SlidingLayer) and layer.sliding_window == window
 
 
-def make_room(layers: Sequence[PreallocatedLayer], inputs: Tensor, shape: tuple[int, int, int]) -> list[Entries] | None:
-    """The entries of each layer, with room for the rows of `inputs`.
+def make_room(
+    layers: Sequence[PreallocatedLayer], count: int, shape: tuple[int, int, int], dtype: torch.dtype
+) -> list[Entries] | None:
+    """The entries of each layer, with room for `count` more.
 
     The result is None if the kernel cannot read the layout of the entries. No entry is changed.
 
     Args:
-        inputs: states of the new rows, [B, N, H].
-        shape: B, heads and head_dim of the layers.
+        shape: batch size, heads and head_dim of the layers.
     """
     for layer in layers:
         if not layer.is_initialized or not layer.buffers:
-            like = inputs.new_empty(*shape[:2], 0, shape[2])
+            like = torch.empty(*shape[:2], 0, shape[2], dtype=dtype)
             layer.lazy_initialization(like, like)
-        elif not all(_fits(states, shape, inputs.dtype) for states in layer.buffers):
+        elif not all(_fits(states, shape, dtype) for states in layer.buffers):
             return None
-    found = [layer.make_room(inputs.shape[1], shape) for layer in layers]
+    found = [layer.make_room(count, shape) for layer in layers]
     for keys, values in found:
         strides = keys.stride()
         if strides != values.stride() or strides[2:] != (shape[2], 1):
@@ -89,14 +87,7 @@ def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bo
 
 @dataclass(frozen=True)
 class Room:
-    """Room for new entries of all layers of one cache.
-
-    Attributes:
-        native: native layers whose entries these are.
-        layers: layers of the cache.
-        buffers: entries of each layer, with room.
-        call: call structure of `native` with these buffers.
-    """
+    """Room for new entries of all layers of one cache, and a call of the native layers with these buffers."""
 
     native: NativeLayers
     layers: Sequence[PreallocatedLayer]
@@ -106,17 +97,15 @@ class Room:
     @classmethod
     def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> Room | None:
         """Room for `count` more entries of each text; None if the kernel cannot write this cache."""
-        layers = appendable_layers(cache, 0, native.windows)
-        like = torch.empty(batch_size, count, 0, dtype=native.dtype)
-        buffers = make_room(layers, like, (batch_size, *native.heads)) if layers else None
+        layers = appendable_layers(cache, native.windows)
+        buffers = make_room(layers, count, (batch_size, *native.heads), native.dtype) if layers else None
         return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
 
     def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int, are_alike: bool = False) -> bool:
         """Whether this is still the room of `cache`, for `count` more entries.
 
-        Args:
-            are_alike: whether all layers of a type have changed in the same way since, so that it suffices to check
-                two of them.
+        If all layers of a type have changed in the same way since (`are_alike`), two of them are checked. Checking all
+        takes a hundredth of a step.
         """
         if self.native is not native or cache.layers != self.layers or cache.offloading:
             return False

@@ -53,7 +53,6 @@ class PendingEntries:
     """Committed entries that the head has not read yet. All tensors are contiguous.
 
     Attributes:
-        tokens: token ids of the entries.
         features: states of the entries; or several states of the target, which `fusing` projects together.
         fusing: matrix that projects `features`; None if there is one feature, the entries' states.
     """
@@ -86,9 +85,6 @@ class NativeDraft:
     """The native part of the drafts of one request.
 
     Attributes:
-        rows: rows of the trees, with the head's layers.
-        ranking: norm and output matrix after the layers.
-        embeddings: embedding module of the head.
         angles: cosines and sines of every position, [positions, D] each, contiguous.
         joining: matrix that projects embeddings and states together (`joining_of`); None: the first layer joins them.
     """
@@ -125,20 +121,15 @@ class NativeDraft:
         """Grows the trees to their full depth.
 
         Args:
-            growth: trees without any proposals.
             root: states of the last committed entry, contiguous. They are computed if `pending` is given.
             pending: committed entries to read first, already counted by `rows`; None for none.
             positions: position id of the next entry of each row.
-            sampling: warpers of the request.
             noise: function from a level to its log noise (`NativeRanking.call`).
             goes_on: function that is called after each level and returns whether to draft another one.
 
         Returns:
             Whether the draft was made. It is not if scores are not finite or a token has no embedding. Committed
             entries never change.
-
-        Raises:
-            MemoryError: there is not enough memory.
         """
         kept = [noise(0)]  # noise of the level to be ranked next, kept alive for the kernel
         layers = self.rows.layers.call(self.rows.buffers)
@@ -178,7 +169,7 @@ class NativeDraft:
             raise errors[0]
         if done < 0:
             raise MemoryError(
-                f"Out of memory: {growth.tokens.numel()} rows after {self.rows.num_before} cached tokens."
+                f"Out of memory: {growth.values.numel()} rows after {self.rows.num_before} cached tokens."
             )
         return bool(done)
 

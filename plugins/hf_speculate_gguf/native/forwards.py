@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,13 +31,12 @@ from hf_speculate.cache import as_cache
 from hf_speculate.scoring import base_module, effective_module, grouped_sdpa
 from hf_speculate.tree import TreeMask
 
-from .angles import FIXED_ROPE, AngleTable
+from . import binding
 from .caches import Room
-from .crew import Crew
 from .inputs import LAYER_TYPES, Inputs
 from .layer_parts import parts_of
 from .snapshot import Snapshot, base_modules, is_captor
-from .step import Angles, NativeStep, Scored, TextRows, num_positions
+from .step import Angles, AngleTable, NativeStep, Scored, TextRows, has_fixed_rope, num_positions
 
 
 # Modules whose hooks only read a layer's output: transformers' for hidden states, and the taps of drafters.
@@ -55,12 +54,7 @@ def fuse(model: Any) -> bool:
 
 
 class _NativeForward:
-    """The common part of the forwards of a decoder and of its causal LM.
-
-    Args:
-        module: decoder or causal LM.
-        whole: packed model with its weights; None lets the modules compute.
-    """
+    """The common part of the forwards of a decoder and of its causal LM. Without `whole` the modules compute."""
 
     def __init__(self, module: Any, whole: _Whole | None):
         self.module, self._whole = module, whole
@@ -107,10 +101,8 @@ class CausalForward(_NativeForward):
         hooks.
 
         One check of the model then holds for the next forwards too. A check takes 0.6 ms, a tenth of a small model's
-        step: the weights have just filled all CPU caches, so everything checked comes from memory.
-
-        Args:
-            is_threaded: whether what runs between forwards needs the given number of threads (`Crew`).
+        step: the weights have just filled all CPU caches, so everything checked comes from memory. `is_threaded` keeps
+        the number of threads between forwards (`Crew`).
         """
         return nullcontext() if self._whole is None else self._whole.undisturbed(is_threaded)
 
@@ -141,11 +133,7 @@ class _Output:
 
 
 class _Whole:
-    """A packed causal LM, and its state when it was loaded.
-
-    Args:
-        model: causal LM whose layers the kernel can all compute.
-    """
+    """A packed causal LM, and its state when it was loaded."""
 
     def __init__(self, model: Any):
         self._model, self._decoder, self._layers = model, model.model, list(model.model.layers)
@@ -165,11 +153,9 @@ class _Whole:
         self._checks: dict[int, _ModelCheck] = {}  # by thread, within `undisturbed`
 
     def run(self, named: dict[str, Any], num_scored: int | None) -> _Output | None:
-        """The output of the model; None if the modules must compute it. Nothing was changed then.
+        """The output of the model for the decoder's arguments; None, and nothing changed, if modules must compute it.
 
-        Args:
-            named: keyword arguments of the decoder.
-            num_scored: number of the last queries whose logits are wanted; None for all.
+        Logits are those of the last `num_scored` queries, or of all.
         """
         check = self._checks.get(threading.get_ident())
         if check is not None:
@@ -178,7 +164,12 @@ class _Whole:
         if inputs is None:
             return None
         is_known = check is not None and check.holds()
-        step = check.step if check is not None and is_known else self._checked_step(check)
+        if check is not None and is_known:
+            step = check.step
+        else:
+            step = self._current_step() if self.is_untouched() else None
+            if check is not None and step is not None:
+                check.note(step)
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
             return None
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
@@ -195,13 +186,6 @@ class _Whole:
         room.count(rows.num_keys)
         self._show(scored)
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
-
-    def _checked_step(self, check: _ModelCheck | None) -> NativeStep | None:
-        """The weights if the model was not changed. The result is noted within `undisturbed`."""
-        step = self._current_step() if self.is_untouched() else None
-        if check is not None and step is not None:
-            check.note(step)
-        return step
 
     @contextmanager
     def undisturbed(self, is_threaded: bool) -> Iterator[None]:
@@ -234,7 +218,7 @@ class _Whole:
             and not config.output_attentions
             and config.num_hidden_layers == len(self._layers)
             and getattr(config, "final_logit_softcapping", None) is None
-            and set(_types_of_rope(self._decoder.rotary_emb)) <= set(FIXED_ROPE)
+            and has_fixed_rope(self._decoder.rotary_emb)
             and self._before.holds()
         )
 
@@ -288,12 +272,39 @@ class _Whole:
                     hook(layer, (scored.states[index],), scored.states[index + 1])
 
 
-class _ModelCheck:
-    """The result of checking the model before a forward.
+class Crew:
+    """The number of PyTorch's threads in the calling thread, lowered after a forward and restored before the next one.
 
-    Args:
-        crew: threads between forwards.
+    While other processes use the cores, the kernel computes with fewer threads (`threads.h`). PyTorch would still
+    divide its small operations (copies and maxima of logits) among all of them. Each would wait for a thread that
+    another process keeps from running: some milliseconds, in a step of twenty.
+
+    Forwards always have all threads, as the results of PyTorch's products depend on their number. If what runs between
+    them does, too, the number is fixed.
     """
+
+    def __init__(self, is_fixed: bool) -> None:
+        self._is_fixed = is_fixed
+        self._given = 0  # the number to restore; 0: nothing is lowered
+
+    def restore(self) -> None:
+        """Called before a forward, and when the request ends."""
+        if self._given:
+            binding.library().set_threads(self._given, self._given)
+            self._given = 0
+
+    def lower(self) -> None:
+        """Called after a forward."""
+        if self._is_fixed:
+            return
+        library, given = binding.library(), torch.get_num_threads()
+        if (number := library.team_size(given)) < given:
+            self._given = given
+            library.set_threads(number, given)
+
+
+class _ModelCheck:
+    """The result of checking the model before a forward."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
@@ -309,16 +320,10 @@ class _ModelCheck:
         return self._num_hooks == RemovableHandle.next_id
 
 
-def _types_of_rope(rotary: Any) -> Iterable[str]:
-    """The types of RoPE of a module that has one, or one for each type of layer."""
-    return [rotary.rope_type] if isinstance(rotary.rope_type, str) else rotary.rope_type.values()
-
-
 def _selected(scored: Scored, wanted: Any, config: Any) -> tuple[Tensor | None, ...]:
     """Hidden states in transformers' form: embeddings, the output of each layer, the last one normed.
 
-    Args:
-        wanted: True for all, or indices; the other states are None.
+    They are None except for the `wanted` ones: True for all, or indices.
     """
     count, is_tied = len(scored.states), vars(config).get("tie_last_hidden_states")
     last = scored.states[-1] if is_tied is False else scored.normed

@@ -28,26 +28,18 @@ class GrowthStructure(ctypes.Structure):
 
 
 class NativeGrowth:
-    """The draft trees of one round.
-
-    Args:
-        batch_size: number of trees.
-        width: number of nodes that a level runs, and of children of each; at most `MOST_WIDTH`, as is `depth`.
-        depth: largest number of levels.
-        token_ids: int64, target token id of each column, contiguous; None if columns are token ids.
+    """The draft trees of one round. Columns are token ids, unless `token_ids` has the id of each.
 
     Attributes:
-        depth: see above.
-        tokens: int64 [B, K], token ids of the frontier: the nodes that the next level runs, best first.
-        values: float32 [B, K], path log-probabilities of the frontier.
-        previous: int64 [B, K], index of each one's parent in the previous frontier.
+        values: path log-probabilities of the frontier [B, K]: the nodes that the next level runs, best first.
+        previous: index of each one's parent in the previous frontier, [B, K].
     """
 
-    def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None = None):
-        self._library, self.depth = binding.library(), depth
+    def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None):
+        self.depth = depth
         pool_room = width + (depth - 1) * width**2
         self.values, self._pool_values = torch.empty(batch_size, width), torch.empty(batch_size, pool_room)
-        self.tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long)
+        self._tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long)
         self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long)
         self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long)
         self._token_ids = token_ids
@@ -60,7 +52,7 @@ class NativeGrowth:
             pool_tokens=self._pool_tokens.data_ptr(),
             pool_parents=self._pool_parents.data_ptr(),
             values=self.values.data_ptr(),
-            tokens=self.tokens.data_ptr(),
+            tokens=self._tokens.data_ptr(),
             previous=self.previous.data_ptr(),
             in_pool=self._in_pool.data_ptr(),
             run_parents=self._run_parents.data_ptr(),
@@ -68,22 +60,16 @@ class NativeGrowth:
 
     @property
     def address(self) -> int:
-        """The address of the structure."""
         return ctypes.addressof(self._structure)
 
     @property
     def num_levels(self) -> int:
-        """Number of proposed levels; the last one is the frontier."""
         return self._structure.num_levels
 
     def best(
         self, root_ids: Int[Tensor, " B"], most: int
     ) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B n"], Float[Tensor, "B n"]]:
-        """Tokens, parents and values of the root and the best `most` nodes (or all, if fewer), best first.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
+        """Tokens, parents and values of the root and the best `most` nodes (or all, if fewer), best first."""
         structure = self._structure
         size = structure.width + (self.num_levels - 1) * structure.width**2
         count = min(most, size)
@@ -91,6 +77,6 @@ class NativeGrowth:
         tokens[:, 0] = root_ids
         values = torch.empty(tokens.shape)
         pointers = tokens.data_ptr(), parents.data_ptr(), values.data_ptr()
-        if not self._library.cut(self.address, count, *pointers):
+        if not binding.library().cut(self.address, count, *pointers):
             raise MemoryError(f"no memory for a tree of {size} candidates")
         return tokens, parents, values

@@ -95,8 +95,7 @@ class Inputs:
     ) -> Any:
         """The mask in the form for layers of a type; of a kind that no layer takes if it is not known.
 
-        Args:
-            is_alone: whether all layers are of that type, and without a window.
+        `is_alone` tells that all layers are of that type, and without a window.
         """
         mask = self.mask
         if isinstance(mask, dict):

@@ -33,11 +33,6 @@ class KernelCache:
         except OSError as error:
             self._note(error)
 
-    def names(self, prefix: str) -> list[str]:
-        """Names of the files that begin with `prefix`, the newest first."""
-        paths = [] if self.problem else self._folder.glob(f"{prefix}*")
-        return [path.name for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True)]
-
     def find(self, name: str) -> Path | None:
         """The path of an undamaged library; None if there is none."""
         path = self._folder / name

@@ -47,7 +47,7 @@ class LayerParts:
     Attributes:
         sizes: hidden, heads, kv_heads, head_dim and inner sizes, by name.
         norms: RMSNorm modules by the names of the kernel's structure; missing ones are left out.
-        projections: modules q, k, v, o, gate, up and down, each packed by the native backend or an `nn.Linear`.
+        projections: modules q, k, v, o, gate, up and down.
         joins, norms_residual: options of EAGLE-3's first layer: whether it joins embeddings, and norms its residual.
         norm_shift: number that is added to the weights of norms, as in Gemma.
         gelu: whether the activation is GELU's approximation by tanh, instead of SiLU.
@@ -67,12 +67,7 @@ class LayerParts:
 
     @classmethod
     def of(cls, attention: Any, mlp: Any, norms: dict[str, Any], **others: Any) -> LayerParts:
-        """The parts of modules with transformers' usual names.
-
-        Args:
-            norms: RMSNorm modules of the layer, without those of queries and keys, which are found here.
-            others: other attributes of `LayerParts`.
-        """
+        """The parts of modules with transformers' usual names; `norms` lacks those of queries and keys."""
         of_heads = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         projections = {name: getattr(attention, f"{name}_proj") for name in "qkvo"}
         projections |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}

@@ -31,7 +31,7 @@ _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "second_norm", "atte
 # Types of layers in one call: those that see everything, and those with a window.
 NUM_TYPES = 2
 
-_MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2}
 
 
 class _LayerStructure(ctypes.Structure):
@@ -47,13 +47,9 @@ class _LayerStructure(ctypes.Structure):
 
 
 class CallStructure(ctypes.Structure):
-    """`Call` of the kernel.
+    """`Call` of the kernel."""
 
-    Attributes:
-        kept: objects that the structure points to, kept alive.
-    """
-
-    kept: Any
+    kept: Any  # objects that the structure points to, kept alive
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "second", "y"),
         *fields(ctypes.c_int64, "num_layers"),
@@ -90,13 +86,13 @@ class Entries(NamedTuple):
     values: Tensor
     origin: int = 0
 
+    def address(self, states: Tensor) -> int:
+        """The address that the text's first entry would have."""
+        return states.data_ptr() - self.origin * states.stride(2) * states.itemsize
+
 
 class NativeLayer:
-    """The weights of one decoder layer at their present addresses.
-
-    Attributes:
-        address: address of the kernel's structure.
-    """
+    """The weights of one decoder layer at their present addresses, in the kernel's structure at `address`."""
 
     def __init__(self, parts: LayerParts):
         self._layer = _LayerStructure(
@@ -138,16 +134,12 @@ class NativeLayer:
 
 
 class NativeLayers:
-    """Consecutive layers of one decoder.
-
-    Args:
-        layers: parts of layers that all fit and have the same sizes and dtype.
+    """The layers of one decoder.
 
     Attributes:
         dtype: dtype of states and caches.
         rounds: whether inputs of packed matrices are rounded to bytes.
         heads: number of KV heads, and their size.
-        width: hidden size.
         windows: window of each layer (`LayerParts`).
     """
 
@@ -155,11 +147,9 @@ class NativeLayers:
         self._layers = [NativeLayer(layer) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self._weights = WeightsInPlace([module for layer in layers for module in layer.modules])
-        self._library = binding.library()
         self.rounds = layers[0].rounds() or False
         self.dtype = self._weights.dtype
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
-        self.width = layers[0].sizes["hidden"]
         self.windows = [layer.window for layer in layers]
         self._window = max((window for window in self.windows if window is not None), default=0)
 
@@ -168,6 +158,7 @@ class NativeLayers:
         """The layers; None if the kernel cannot compute all of them in one call."""
         known = [parts for parts in layers if parts is not None and parts.fit()]
         is_alike = len({(parts.dtype(), parts.rounds()) for parts in known}) == 1
+        is_alike = is_alike and known[0].dtype() in binding.DENSE_KINDS
         has_one_window = len({parts.window for parts in known} - {None}) <= 1
         return cls(known) if is_alike and has_one_window and len(known) == len(layers) else None
 
@@ -183,22 +174,15 @@ class NativeLayers:
         return self._weights.have_gradients()
 
     def call(self, buffers: Sequence[Entries]) -> CallStructure:
-        """A call structure of these layers with a cache, but no rows. It keeps alive what it points to.
-
-        Args:
-            buffers: keys and values of each layer (`run`).
-        """
+        """A call structure of these layers with a cache, but no rows. It keeps alive what it points to."""
         count, strides = len(self._layers), [entries.keys.stride() for entries in buffers]
-        first = [
-            entries.origin * stride[2] * self.dtype.itemsize for entries, stride in zip(buffers, strides, strict=True)
-        ]
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
         call = CallStructure(num_layers=count, layers=ctypes.addressof(self._addresses))
         call.kept = (
             self,
             (
-                pointers(*(entries.keys.data_ptr() - skip for entries, skip in zip(buffers, first, strict=True))),
-                pointers(*(entries.values.data_ptr() - skip for entries, skip in zip(buffers, first, strict=True))),
+                pointers(*(entries.address(entries.keys) for entries in buffers)),
+                pointers(*(entries.address(entries.values) for entries in buffers)),
                 sizes(*(stride[0] for stride in strides)),
                 sizes(*(stride[1] for stride in strides)),
             ),
@@ -216,20 +200,15 @@ class NativeLayers:
         buffers: Sequence[Entries],
         num_keys: int,
         sight: Sight,
-        second: Float[Tensor, "B N H"] | None = None,
+        second: Float[Tensor, "B N H"] | None,
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer, all of one type. The entries of the queries are written to the cache.
 
         Args:
             inputs: states of the queries, contiguous, of `dtype`.
             rotary: cosines and sines, contiguous; R is B or 1.
-            buffers: entries of each layer.
             num_keys: number of entries including those of the queries, which are the last ones.
-            sight: entries that each query sees.
             second: input that joining layers put before the states, contiguous; None if no layer does.
-
-        Raises:
-            MemoryError: there is not enough memory. Nothing was written.
         """
         batch_size, num_queries, _ = inputs.shape
         outputs = inputs.new_empty(len(self._layers), *inputs.shape)
@@ -241,30 +220,12 @@ class NativeLayers:
         for number in range(NUM_TYPES):
             call.cos[number], call.sin[number] = cos.data_ptr(), sin.data_ptr()
         call.see([sight] * NUM_TYPES)
-        if not self._library.run_layers(ctypes.addressof(call)):
+        if not binding.library().run_layers(ctypes.addressof(call)):
             raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
         return outputs
 
 
-def batch_parts(batch_size: int, num_queries: int) -> list[slice]:
-    """Slices of a batch, each with as many texts as the kernel takes at once."""
-    step = max(MOST_ROWS // num_queries, 1)
-    return [slice(start, start + step) for start in range(0, batch_size, step)]
-
-
-def part_of(
-    rows: slice, num_queries: int, buffers: Sequence[Entries], sights: Sequence[Sight]
-) -> tuple[list[Entries], list[Sight]]:
-    """Buffers and sights of some texts, in the form of `NativeLayers.run`."""
-    part = slice(rows.start * num_queries, rows.stop * num_queries + 1)
-    # Offsets count from the first run of the whole batch.
-    found = [None if sight is None else (sight[0][part], sight[1]) for sight in sights]
-    return [Entries(keys[rows], values[rows], origin) for keys, values, origin in buffers], found
-
-
-def find_sight(
-    mask: Tensor, batch_size: int, num_queries: int, num_keys: int, hides_first: bool = False
-) -> tuple[Tensor, Tensor] | None:
+def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int, hides_first: bool = False) -> Sight:
     """The entries that each query sees by a mask, as runs.
 
     Args:

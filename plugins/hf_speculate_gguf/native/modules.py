@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from hf_speculate.errors import UnsupportedRequestError
 
-from . import binding
 from .backends import Backend
 from .formats import FORMATS
 
@@ -40,11 +39,7 @@ _ANSWERED = {
 
 
 class PackedBytes(Tensor):
-    """A view of packed weights for code that reads a `weight`'s device or shape. Computing with it raises an error.
-
-    Raises:
-        UnsupportedRequestError: an operation other than reading a property.
-    """
+    """A view of packed weights for code that reads a `weight`'s device or shape. Computing with it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -59,11 +54,7 @@ class PackedBytes(Tensor):
 
 
 class PackedParameter(nn.Parameter):
-    """Packed bytes as a parameter, which takes no gradients.
-
-    Raises:
-        UnsupportedRequestError: a gradient is needed.
-    """
+    """Packed bytes as a parameter, which refuses gradients."""
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -82,11 +73,7 @@ class PackedParameter(nn.Parameter):
 
 
 class PackedModule(nn.Module):
-    """The common part of packed layers.
-
-    Attributes:
-        packed: packed bytes, uint8. They are a parameter, so that code which looks for the layer's device finds it.
-    """
+    """The common part of packed layers. Their bytes are a parameter: code that looks for a layer's device finds it."""
 
     packed: Tensor
 
@@ -138,14 +125,7 @@ class _Product(torch.autograd.Function):
 
 
 class PackedMatrix(PackedModule):
-    """Multiplies with a matrix that stays packed.
-
-    Args:
-        block_type: type of the blocks in the file.
-        backend: backend that packed the matrix and multiplies with it.
-        tensors: result of `Backend.pack`.
-        bias: [out_features] in the dtype of the model; None without one.
-    """
+    """Multiplies with a matrix that stays packed: `packed`, in the layout of its backend (`Backend.pack`)."""
 
     bias: Tensor | None
 
@@ -155,7 +135,7 @@ class PackedMatrix(PackedModule):
         out_features: int,
         block_type: str,
         backend: Backend,
-        tensors: dict[str, Tensor],
+        packed: Tensor,
         bias: Tensor | None = None,
     ):
         nn.Module.__init__(self)
@@ -163,12 +143,7 @@ class PackedMatrix(PackedModule):
         self.out_features = out_features
         self.block_type = block_type
         self.backend = backend
-        for name, tensor in tensors.items():
-            if name == "packed":
-                self.packed = PackedParameter(tensor, requires_grad=False)
-            else:
-                # Not in the state dict: PEFT would look for each of its tensors in an adapter's file.
-                self.register_buffer(name, tensor, persistent=False)
+        self.packed = PackedParameter(packed, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     @property
@@ -194,9 +169,8 @@ class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]
 class FusedLinear(nn.Module):
     """Several projections of one input as one product. The first one that is called computes all.
 
-    Args:
-        linear: matrices of all projections, stacked. It is not an `nn.Linear`, which PEFT's "all-linear" would adapt.
-        sizes: number of rows of each projection.
+    `linear` has the matrices of all projections, stacked. It is not an `nn.Linear`, which PEFT's "all-linear" would
+    adapt.
     """
 
     def __init__(self, linear: PackedMatrix, sizes: Sequence[int]):
@@ -251,12 +225,7 @@ class Projection(PackedModule, nn.Linear):  # type: ignore[override]
 class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
     """Embeddings that stay in the file's blocks; only rows that are looked up are dequantised.
 
-    Args:
-        weight: blocks of the file, uint8 [V, bytes of a row].
-        block_type: type of the blocks.
-        dtype: dtype of the result.
-        is_native: whether the kernel looks rows up, in half the time and with the same bits.
-        scale: factor of all results, rounded to their dtype before, as in Gemma.
+    Results have the given dtype; `scale` is their factor, rounded to it before, as in Gemma.
     """
 
     # Attributes that PEFT reads from an embedding, at their defaults.
@@ -267,7 +236,6 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         weight: UInt8[Tensor, "V bytes"],
         block_type: str,
         dtype: torch.dtype,
-        is_native: bool = False,
         scale: float = 1.0,
     ):
         nn.Module.__init__(self)
@@ -275,7 +243,6 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         self.num_embeddings = weight.shape[0]
         self.embedding_dim = weight.shape[1] // block_format.block_bytes * block_format.block_size
         self.block_type = block_type
-        self.is_native = is_native
         self.scale = scale
         self.packed = PackedParameter(weight, requires_grad=False)
         # This follows `model.to(dtype)`; the bytes do not.
@@ -288,31 +255,17 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # type: ignore[override]
         return self.num_embeddings * self.embedding_dim
 
     def forward(self, token_ids: Int[Tensor, "*M"]) -> Float[Tensor, "*M H"]:  # type: ignore[override]
-        ids = token_ids.reshape(-1)
-        rows = self._native_rows(ids)
-        if rows is None:
-            # Unlike an index, it takes no negative ids.
-            rows = FORMATS[self.block_type].dequantize(functional.embedding(ids, self.packed))
+        # Unlike an index, this function takes no negative ids.
+        rows = FORMATS[self.block_type].dequantize(functional.embedding(token_ids.reshape(-1), self.packed))
         dtype = self._of_dtype.dtype
         return scaled(rows.to(dtype), self.scale).view(*token_ids.shape, self.embedding_dim)
-
-    def _native_rows(self, ids: Int[Tensor, " N"]) -> Float[Tensor, "N H"] | None:
-        """The rows from the kernel; None if torch must read them: in tracing, on other devices, for invalid ids."""
-        if not self.is_native or torch.compiler.is_compiling() or not (ids.is_cpu and self.packed.is_cpu):
-            return None
-        return look_up(self.packed, self.block_type, self.embedding_dim, ids)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.block_type}"
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Dense embeddings with a factor.
-
-    Args:
-        weight: [V, H].
-        scale: factor of all results, rounded to their dtype before, as in Gemma.
-    """
+    """Dense embeddings with a factor, which is rounded to their dtype before, as in Gemma."""
 
     def __init__(self, weight: Float[Tensor, "V H"], scale: float):
         super().__init__(weight.shape[0], weight.shape[1], _weight=weight, _freeze=True)
@@ -330,19 +283,3 @@ def scaled(states: Tensor, factor: float) -> Tensor:
 def rounded_factor(factor: float, dtype: torch.dtype) -> float:
     """A factor as a number of this dtype."""
     return torch.tensor(factor).to(dtype).item()
-
-
-def look_up(
-    rows: UInt8[Tensor, "V bytes"], block_type: str, num_columns: int, ids: Int[Tensor, " N"]
-) -> Float[Tensor, "N K"] | None:
-    """`BlockFormat.dequantize` of some rows, bit for bit, in float32; None if an id is out of range.
-
-    Args:
-        rows: blocks as in the file.
-        ids: row indices from 0 on; negative ones are out of range.
-    """
-    library, ids = binding.library(), ids.long().contiguous()
-    values = torch.empty(len(ids), num_columns)
-    places = ids.data_ptr(), len(ids), values.data_ptr()
-    is_done = library.look_up(library.kinds[block_type], rows.data_ptr(), len(rows), num_columns, *places)
-    return values if is_done else None

@@ -69,20 +69,7 @@ class Sampling:
 
 
 class NativeRanking:
-    """The computation after the last layer of a head.
-
-    Args:
-        matrix: output matrix that the kernel can use (`of`).
-        norm: RMSNorm before the matrix; None without one.
-        eps: epsilon of the norm.
-        dtype: dtype of the states.
-        feeds_back_normed: whether normed states are fed back.
-        num_columns: number of the matrix's first outputs to rank; None for all.
-
-    Attributes:
-        num_columns: number of columns of the scores.
-        feeds_back_normed: see above.
-    """
+    """The computation after the last layer of a head: a norm, if there is one, and an output matrix (`of`)."""
 
     def __init__(
         self,
@@ -90,8 +77,8 @@ class NativeRanking:
         norm: Any,
         eps: float,
         dtype: torch.dtype,
-        feeds_back_normed: bool = False,
-        num_columns: int | None = None,
+        feeds_back_normed: bool,
+        num_columns: int | None,
     ):
         self._weights = WeightsInPlace(_modules(matrix, norm))
         self.feeds_back_normed, self.num_columns = feeds_back_normed, num_columns or matrix.out_features
@@ -113,9 +100,9 @@ class NativeRanking:
         """The ranking; None if the kernel cannot compute it.
 
         Args:
-            output: module with the output matrix.
+            feeds_back_normed: whether the next draft step takes normed states.
             rounds: whether to multiply in 8 bits if possible.
-            num_columns: see the class.
+            num_columns: number of the matrix's first outputs to rank; None for all.
         """
         matrix: Any = matrix_of(output)
         if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:

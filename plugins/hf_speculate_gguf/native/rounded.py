@@ -20,13 +20,12 @@ _BLOCK_TYPE, _BLOCK_SIZE = "Q8_0", 32
 class RoundedMatrix(PackedMatrix):
     """A matrix for drafting: a copy in blocks of Q8_0 for a dense one, the same bytes for a packed one.
 
-    Attributes:
-        source: original matrix, which stays unchanged.
+    Its `source` stays unchanged.
     """
 
     def __init__(self, source: PackedMatrix | nn.Linear, block_type: str, tiles: UInt8[Tensor, "T bytes"]):
         sizes = source.in_features, source.out_features
-        super().__init__(*sizes, block_type, RoundingBackend(), {"packed": tiles})
+        super().__init__(*sizes, block_type, RoundingBackend(), tiles)
         self.bias = source.bias
         self.source = source
 

@@ -46,11 +46,7 @@ def _is_plain(module: nn.Module | None) -> bool:
 
 
 class RoundedForward:
-    """The `forward` of a layer that drafts.
-
-    Args:
-        layer: `nn.Linear` or packed matrix.
-    """
+    """The `forward` of a layer (`nn.Linear` or packed) that drafts."""
 
     def __init__(self, layer: Any):
         self.layer = layer

@@ -20,11 +20,8 @@ from hf_speculate.scoring import adapter_layers_around, base_module, pass_on
 class Snapshot:
     """The state of modules when they were loaded, to notice changes and hooks.
 
-    Children are noted without PEFT's layers around them, whose effect may change from forward to forward.
-
-    Args:
-        modules: modules that must not be watched or changed, without PEFT's layers.
-        parents: modules of which only the children must stay the same.
+    Children are noted without PEFT's layers around them, whose effect may change from forward to forward. Of `parents`
+    only the children must stay the same.
     """
 
     def __init__(self, modules: Sequence[nn.Module], parents: Sequence[nn.Module] = ()):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import binding
 from .layer_parts import LayerParts, epsilon_of, matrix_of, rounds_inputs, shift_of
-from .layers import NUM_TYPES, CallStructure, Entries, NativeLayers, Sight, batch_parts, part_of
+from .layers import MOST_ROWS, NUM_TYPES, CallStructure, Entries, NativeLayers, Sight
 from .modules import PackedMatrix, rounded_factor
 from .weights import (
     MatrixStructure,
@@ -28,6 +28,41 @@ from .weights import (
     scale_of,
     unpacked,
 )
+
+
+# Types of RoPE whose angles depend only on the position.
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def has_fixed_rope(rotary: Any) -> bool:
+    """Whether all angles of a rotary embedding, of one type or one for each type of layer, depend only on positions."""
+    kinds = [rotary.rope_type] if isinstance(rotary.rope_type, str) else rotary.rope_type.values()
+    return all(kind in FIXED_ROPE for kind in kinds)
+
+
+class AngleTable:
+    """Cosines and sines of all positions up to the longest one asked for."""
+
+    def __init__(self) -> None:
+        self._made_of: tuple[Any, ...] = ()
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def upto(
+        self, rotary: Any, needed: int, dtype: torch.dtype, layer_type: str | None = None
+    ) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
+        """Contiguous angles of at least `needed` positions. They are computed again if the frequencies have changed.
+
+        A module with frequencies for each type of layers needs the type.
+        """
+        prefix, named = ("", ()) if layer_type is None else (f"{layer_type}_", (layer_type,))
+        frequencies, scaling = (getattr(rotary, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
+        version = None if frequencies.is_inference() else frequencies._version
+        made_of = id(frequencies), frequencies.data_ptr(), version, scaling, dtype
+        if self._table is None or self._made_of != made_of or len(self._table[0]) < needed:
+            with torch.no_grad():
+                cos, sin = rotary(torch.empty(0, dtype=dtype), torch.arange(max(2 * needed, 1024))[None], *named)
+            self._table, self._made_of = (cos[0].contiguous(), sin[0].contiguous()), made_of
+        return self._table
 
 
 Angles = tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]] | None
@@ -59,10 +94,8 @@ class TextRows:
     """Tokens of some texts, and where their entries go. All tensors are contiguous.
 
     Attributes:
-        tokens, positions: token ids and position ids of the queries.
-        buffers: entries of each layer.
         call: call structure with these buffers (`NativeLayers.call`).
-        num_keys: number of entries (`NativeLayers.run`).
+        num_keys: number of entries including those of the queries.
         sights: entries that each query sees in layers without a window, and in those with one.
         num_scored: number of each text's last queries whose logits are wanted.
     """
@@ -77,24 +110,26 @@ class TextRows:
 
     def parts(self, layers: NativeLayers) -> list[TextRows]:
         """The rows in parts that the kernel takes at once."""
-        parts = batch_parts(*self.tokens.shape)
-        return [self] if len(parts) == 1 else [self._part(rows, layers) for rows in parts]
+        batch_size, num_queries = self.tokens.shape
+        step = max(MOST_ROWS // num_queries, 1)
+        if batch_size <= step:
+            return [self]
+        return [self._part(start, min(start + step, batch_size), layers) for start in range(0, batch_size, step)]
 
-    def _part(self, rows: slice, layers: NativeLayers) -> TextRows:
-        buffers, sights = part_of(rows, self.tokens.shape[1], self.buffers, self.sights)
+    def _part(self, start: int, stop: int, layers: NativeLayers) -> TextRows:
+        rows, num_queries = slice(start, stop), self.tokens.shape[1]
+        # Offsets count from the first run of the whole batch.
+        offsets = slice(start * num_queries, stop * num_queries + 1)
+        buffers = [Entries(keys[rows], values[rows], origin) for keys, values, origin in self.buffers]
+        sights = [sight and (sight[0][offsets], sight[1]) for sight in self.sights]
         tokens, positions = self.tokens[rows], self.positions[rows]
         return TextRows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sights, self.num_scored)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The result of a forward.
-
-    Attributes:
-        states: embeddings, then the outputs of each layer; may be empty (`NativeStep.run`).
-        normed: normed output of the last layer.
-        logits: logits of the last queries; empty if none were wanted.
-    """
+    """The result of a forward: embeddings and the outputs of each layer (empty if not wanted), the last one normed, and
+    the logits of the last queries."""
 
     states: Float[Tensor, "L1 B N H"]
     normed: Float[Tensor, "B N H"]
@@ -110,15 +145,7 @@ class Scored:
 
 
 class NativeStep:
-    """The weights of a whole causal LM at their present addresses.
-
-    Args:
-        layers: layers of the decoder.
-        embeddings, norm, output: modules around the layers that the kernel can use (`of`).
-
-    Attributes:
-        layers: see above.
-    """
+    """The weights of a whole causal LM at their present addresses: its layers, and the modules around them."""
 
     def __init__(self, layers: NativeLayers, embeddings: Any, norm: Any, output: Any):
         self.layers = layers
@@ -136,7 +163,7 @@ class NativeStep:
         if found is None or matrix is None or matrix is not output or rounds_inputs(matrix) is None:
             return None
         dense = {weight.dtype for weight in unpacked(parameters_of([norm, matrix]))}
-        has_type = found.dtype in binding.DENSE_KINDS and dense == {found.dtype}
+        has_type = dense == {found.dtype}
         is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype, are_scaled=True)
         is_alike = not isinstance(matrix, PackedMatrix) or rounds_inputs(matrix) == found.rounds
         return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
@@ -149,18 +176,15 @@ class NativeStep:
         """Whether a weight requires a gradient."""
         return self.layers.has_gradients() or self._weights.have_gradients()
 
-    def run(self, rows: TextRows, angles: Sequence[Angles], keeps_states: bool = True) -> Scored | None:
-        """The outputs for these rows. Their entries are then in the cache.
+    def run(self, rows: TextRows, angles: Sequence[Angles], keeps_states: bool) -> Scored | None:
+        """The outputs for these rows. Their entries are then in the cache; committed entries never change.
 
         Args:
             angles: angles of layers without a window, and of those with one; None if there are no such layers.
             keeps_states: whether the states of all layers are wanted; otherwise they may be empty.
 
         Returns:
-            The outputs; None if a token has no embedding or a position no angle. Committed entries never change.
-
-        Raises:
-            MemoryError: there is not enough memory. Committed entries are unchanged.
+            The outputs; None if a token has no embedding or a position no angle.
         """
         found, parts = [], rows.parts(self.layers)
         for part in parts:

@@ -43,8 +43,7 @@ def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> Non
 def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype, are_scaled: bool = False) -> bool:
     """Fills the structure for an embedding with results of this dtype; returns whether the kernel can do that.
 
-    Args:
-        are_scaled: whether the caller multiplies results by the module's factor; else it must have none.
+    A module with a factor is only known where the caller multiplies results by it (`are_scaled`).
     """
     is_packed = type(module) is PackedEmbedding
     of: Any = module
@@ -52,7 +51,7 @@ def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtyp
     if not is_known or "forward" in vars(module) or of.max_norm is not None or (scale_of(of) != 1 and not are_scaled):
         return False
     weight, found = (of.packed, of._of_dtype.dtype) if is_packed else (of.weight, of.weight.dtype)
-    if not weight.is_cpu or not weight.is_contiguous() or found is not dtype or (is_packed and not of.is_native):
+    if not weight.is_cpu or not weight.is_contiguous() or found is not dtype:
         return False
     place.kind = binding.library().kinds[of.block_type if is_packed else binding.DENSE_KINDS[dtype]]
     place.in_features, place.out_features, place.tiles = of.embedding_dim, of.num_embeddings, weight.data_ptr()
@@ -82,15 +81,8 @@ def unpacked(places: Sequence[Place]) -> list[Tensor]:
 class WeightsInPlace:
     """The weights that structures point to, or that were copied.
 
-    The modules are kept alive: nothing else holds rounded ones.
-
-    Args:
-        modules: modules with the weights (`parameters_of`).
-        are_copied: whether the weights were copied, as for rounded matrices, so that a write makes the copy outdated.
-            (Writes under `torch.inference_mode` are not counted.)
-
-    Attributes:
-        dtype: dtype of the first weight.
+    The modules are kept alive: nothing else holds rounded ones. Where weights were copied (`are_copied`), as for
+    rounded matrices, a write makes the copy outdated. (Writes under `torch.inference_mode` are not counted.)
     """
 
     def __init__(self, modules: Iterable[nn.Module], are_copied: bool = False):

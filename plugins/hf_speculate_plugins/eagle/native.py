@@ -30,7 +30,6 @@ from hf_speculate_gguf.native import (
     Sampling,
     has_kernel,
     new_rows,
-    served,
     tree_rows,
 )
 
@@ -85,10 +84,8 @@ class NativeForward:
         Args:
             masks: masks of a `Place`.
         """
-        if not served(states) or any(mask is not masks[0] for mask in masks):
-            return None
-        layers = self.current_layers()
-        rows = None if layers is None else new_rows(layers, states, cache, 0, masks[0])
+        layers = self.current_layers() if all(mask is masks[0] for mask in masks) else None
+        rows = None if layers is None else new_rows(layers, states, cache, masks[0])
         if rows is None:
             return None
         states, second = self.inputs(token_ids, states)

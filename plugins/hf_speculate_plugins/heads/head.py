@@ -285,9 +285,9 @@ def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
         is_projection = name in ("fc", "lm_head") or name.startswith("layers.")
         if matrix is None or not is_projection or type(module) is not nn.Linear:
             continue
-        tensors = backend.pack(matrix, first.dtype, first.device)
+        tiles = backend.pack(matrix, first.device)
         bias = None if module.bias is None else module.bias.data
-        layer = PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, backend, tensors, bias)
+        layer = PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, backend, tiles, bias)
         parent, _, attribute = name.rpartition(".")
         setattr(head.get_submodule(parent), attribute, layer.eval())
 

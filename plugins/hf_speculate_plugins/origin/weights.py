@@ -42,7 +42,7 @@ def sample_weights(model: GenerativeModel) -> dict[str, str]:
 def compare_weights(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, bool]:
     """Whether the values of each tensor of both samples are equal, up to a cast if dtypes differ.
 
-    Texts that are no samples of dense weights are left out.
+    Anything but a sample of dense weights is left out.
     """
     pairs = {name: (_parsed(ours[name]), _parsed(theirs[name])) for name in ours if name in theirs}
     return {name: _are_same(*a, *b) for name, (a, b) in pairs.items() if a and b and a[1].shape == b[1].shape}

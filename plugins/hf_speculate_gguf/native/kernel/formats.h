@@ -52,11 +52,6 @@ template <class V> INLINE V look_up(const V& codes) {
     store((uint8_t*)&found + i, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(TABLE)), part));
   }
   return found;
-#elif HAS_NEON
-  V found;
-  for (size_t i = 0; i < sizeof(V); i += 16)
-    store((uint8_t*)&found + i, vqtbl1q_u8(load<uint8x16_t>(TABLE), load<uint8x16_t>((const uint8_t*)&codes + i)));
-  return found;
 #endif
   uint8_t bytes[sizeof(V)];
   store(bytes, codes);
@@ -285,6 +280,28 @@ template <class F> bool pack(const uint8_t* block, int64_t rows, int64_t cells, 
       }
     }
   return finite;
+}
+
+// Decodes `columns` weights from a block on. Products of an integer and a scale are exact. So the bits do not depend on
+// whether the compiler fuses product and sum into one instruction.
+template <class F> void look_up_row(const uint8_t* block, int64_t columns, float* to) {
+  for (; columns; columns -= F::SIZE, block += F::BYTES, to += F::SIZE) {
+    uint8_t halves[2 * LANES] = {};
+    memcpy(halves, block + F::D, 2), memcpy(halves + 2, block + F::M, 2);
+    const Floats factors = widen_halves(halves);
+    for (int g = 0; g < F::SIZE / F::GROUP; g++) {
+      float scale = factors[0], offset = factors[1];
+      if constexpr (F::SUPER) {
+        scale *= F::factor(block, g, false);
+        offset = -(offset * F::factor(block, g, true));
+      }
+      for (int i = g * F::GROUP; i < (g + 1) * F::GROUP; i++) {
+        const int code = F::code(block, i);
+        to[i] = scale * ((F::LOOKS_UP ? TABLE[code & 15] : code) - F::BIAS);
+        if constexpr (F::OFFSET) to[i] += offset;
+      }
+    }
+  }
 }
 
 constexpr int AHEAD = 12288;  // bytes of weights to prefetch ahead; the hardware of some CPUs does not prefetch across a page

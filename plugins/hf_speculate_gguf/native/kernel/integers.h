@@ -132,8 +132,6 @@ template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, cons
                                                            : _mm256_maddubs_epi16(v, bytes));
   __asm__("" : "+x"(total));  // GCC would add products in pairs later, and run out of registers
   return (WideInts)total;
-#elif HAS_DOTPROD
-  return (WideInts)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #else
   WideInts total = sum;
   for (int b = 0; b < 4; b++) total += ((WideInts)(codes << (24 - 8 * b)) >> 24) * int32_t(int8_t(x >> 8 * b));

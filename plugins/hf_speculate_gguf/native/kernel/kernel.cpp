@@ -18,7 +18,6 @@
 namespace {
 
 int shows(float value) { return value == 0 ? 1 : value <= -3.3e38f ? 0 : -1; }
-int shows_half(uint16_t value) { return value == 0 || value == 0x8000 ? 1 : value == 0xfbff || value == 0xfc00 ? 0 : -1; }
 
 }  // namespace
 
@@ -51,7 +50,7 @@ int hfs_bf16() {
 
 // Whether the CPU has instructions that multiply bytes.
 bool hfs_bytes() {
-#if HAS_AVX512 || HAS_AVX2 || HAS_DOTPROD
+#if HAS_AVX512 || HAS_AVX2
   return true;
 #else
   return false;
@@ -81,12 +80,6 @@ bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_featur
   return finite;
 }
 
-// Decodes rows of blocks by number to float32. Returns false if an id is out of range; the output is then invalid.
-bool hfs_look_up(int number, const uint8_t* blocks, int64_t rows, int64_t columns, const int64_t* ids, int64_t count,
-                 float* to) {
-  return look_up<float>({number, columns, rows, blocks, nullptr}, ids, count, nullptr, to);
-}
-
 // Computes y [count, out_features] = x [count, in_features] times the matrix; both are bfloat16 or float32. With
 // `rounds` x is rounded to 8-bit integers times scales of 32 columns. Returns false if out of memory.
 bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t out_features, const void* x,
@@ -98,7 +91,7 @@ bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t
 
 // Writes the runs of entries that each query sees by a mask. A mask with fewer columns shows the first entries, or with
 // `hides_first` hides them.
-// Kinds: 0 bool, 1 float32, 2 bfloat16, 3 float16; in floats 0 shows an entry, and the lowest value or less hides it.
+// Kinds: 0 bool, 1 float32, 2 bfloat16; in floats 0 shows an entry, and the lowest value or less hides it.
 // Strides are in values. Returns the number of runs; -1 for other values, -2 for more than `most` runs.
 int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_stride, int64_t batch_size,
                  int64_t num_queries, int64_t columns, int64_t num_keys, bool hides_first, int32_t* offsets, int32_t* runs,
@@ -115,8 +108,7 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
       if (i == columns) shown = 0;
       else if (kind == 0) shown = ((const uint8_t*)mask)[at + i] != 0;
       else if (kind == 1) shown = shows(((const float*)mask)[at + i]);
-      else if (kind == 2) shown = shows(to_float(((const uint16_t*)mask)[at + i]));
-      else shown = shows_half(((const uint16_t*)mask)[at + i]);
+      else shown = shows(to_float(((const uint16_t*)mask)[at + i]));
       if (shown < 0) return -1;
       if (shown && !sees) first = i + shift;
       if (!shown && sees) {

@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "attention.h"
-#include "norm.h"
+#include "matrices.h"
 #include "threads.h"
 
 namespace {

@@ -10,8 +10,6 @@ namespace {
 // The type in which values of type T are multiplied.
 template <class T> using Factor = typename std::conditional<HAS_BF16, T, float>::type;
 
-constexpr int SLAB = 8;  // cells that are decoded before products with many rows
-
 // Rows of an input [cell, row, 32], and their sums over groups [cell, group, row].
 template <class T> struct Inputs {
   typedef T Value;
@@ -54,11 +52,6 @@ INLINE Floats add(const typename F::Factors& factors, int g, const Floats& sum, 
   return total;
 }
 
-template <class F, class T> INLINE void decode(const typename F::Codes& codes, T* to) {
-#pragma GCC unroll 32
-  for (int i = 0; i < COLUMNS / STEP<T>; i++) store(to + i * STEP<T> * LANES, codes.at(i, T()));
-}
-
 // Multiplies a tile with ROWS rows from row m on; decoded weights stay in registers.
 template <int ROWS, class F, class T>
 void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, float* products) {
@@ -86,57 +79,6 @@ void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, fl
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
-}
-
-// Multiplies decoded cells with ROWS rows from row m on, and adds the products.
-template <int ROWS, class F, class T>
-void add_rows(const T* weights, const typename F::Factors* factors, Inputs<T> x, int64_t first, int64_t count, int64_t m,
-              float* products) {
-  constexpr int STEPS = F::GROUP / STEP<T>;
-  Floats totals[ROWS];
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++) totals[r] = load<Floats>(products + (m + r) * LANES);
-  for (int64_t c = 0; c < count; c++) {
-    const T* in = x.at(first + c, m);
-#pragma GCC unroll 2
-    for (int g = 0; g < F::GROUPS; g++) {
-      Floats sum[ROWS] = {};
-#pragma GCC unroll 4
-      for (int i = g * STEPS; i < (g + 1) * STEPS; i++) {
-        const Floats w = load<Floats>(weights + c * CELL + i * STEP<T> * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) sum[r] = multiply_add(sum[r], w, in + r * COLUMNS + i * STEP<T>);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) totals[r] = add<F>(factors[c], g, sum[r], x, first + c, m + r, totals[r]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++) store(products + (m + r) * LANES, totals[r]);
-}
-
-// Multiplies a tile with many rows. There are not enough registers for all sums, so cells are decoded once, into the
-// first-level cache.
-template <class F, class T> void multiply_many(const uint8_t* tile, int64_t cells, Inputs<T> x, float* products) {
-  alignas(64) T weights[SLAB * CELL];
-  typename F::Factors factors[SLAB], running;
-  typename F::Codes codes;
-  memset(products, 0, x.rows * LANES * sizeof(float));
-  for (int64_t first = 0; first < cells; first += SLAB) {
-    const int64_t count = cells - first < SLAB ? cells - first : SLAB;
-    for (int64_t c = 0; c < count; c++) {
-      prefetch<F>(tile, first + c);
-      codes.go_to(tile, cells, first + c);
-      decode<F>(codes, weights + c * CELL);
-      running.read(tile, cells, first + c);
-      factors[c] = running;
-    }
-    int64_t m = 0;
-    for (; m + 8 <= x.rows; m += 8) add_rows<8, F>(weights, factors, x, first, count, m, products);
-    if (m + 4 <= x.rows) add_rows<4, F>(weights, factors, x, first, count, m, products), m += 4;
-    if (m + 2 <= x.rows) add_rows<2, F>(weights, factors, x, first, count, m, products), m += 2;
-    if (m < x.rows) add_rows<1, F>(weights, factors, x, first, count, m, products);
-  }
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "choice.h"
-#include "norm.h"
+#include "matrices.h"
 #include "threads.h"
 
 namespace {

@@ -86,7 +86,7 @@ class Crew {
 
 Crew crew;
 
-// By how much the number of torch's threads is lowered in this thread (crew.py).
+// By how much the number of torch's threads is lowered in this thread (`Crew` of forwards.py).
 thread_local int lowered = 0;
 
 // A forked process has no threads, and OpenMP would wait for them for ever. So a process ends its threads before it

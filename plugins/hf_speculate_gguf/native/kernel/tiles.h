@@ -54,6 +54,11 @@ template <class F> void cell_sums(const uint16_t* weights, Inputs<uint16_t> x, i
   }
 }
 
+template <class F> INLINE void decode(const typename F::Codes& codes, uint16_t* to) {
+#pragma GCC unroll 32
+  for (int i = 0; i < COLUMNS / 2; i++) store(to + i * 2 * LANES, codes.at(i, uint16_t()));
+}
+
 // Multiplies a tile with all rows. Three cells are in progress at a time, so that nothing is loaded right after it was
 // stored.
 template <class F>
@@ -83,7 +88,7 @@ void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int bl
 #endif
 
 // Number of rows whose sums are in registers together.
-template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 2 : 4;
+template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 8 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
 template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 ? 4 : 8;
 
@@ -121,8 +126,6 @@ template <class F, class X> class Multiplier {
     if constexpr (sizeof(Value) == 2)
       if (amx) return multiply_amx<F>(tile, cells, x, block, products);
 #endif
-    if constexpr (sizeof(Value) == 4)
-      if (HAS_AVX512 && x.rows > 2) return multiply_many<F>(tile, cells, x, products);
     multiply_rest<ROWS_AT_ONCE<X>, F>(tile, cells, x, 0, products);
   }
 

@@ -19,12 +19,6 @@
 #include <unistd.h>
 #define HAS_AMX 1
 #endif
-#elif defined(__aarch64__) && !defined(HFS_PORTABLE)
-#include <arm_neon.h>
-#define HAS_NEON 1
-#if defined(__ARM_FEATURE_DOTPROD)
-#define HAS_DOTPROD 1
-#endif
 #endif
 
 #define INLINE inline __attribute__((always_inline))
