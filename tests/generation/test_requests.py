@@ -16,7 +16,7 @@ from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.request.bridge import _originals
-from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..support.inputs import random_prompt
@@ -84,23 +84,6 @@ class TestCaches:
         assert torch.equal(run(model, speculator, input_ids=random_prompt(9), **as_cache(cache))[0], plain)
         assert speculator.stats.accepted_tokens > 10
         assert (cache.describe(), cache.get_seq_length()) == ("mine", 9 + 23)
-
-
-class TestTokenTypes:
-    def test_rows_leave_with_their_types(self, gpt2):
-        types, seen = torch.tensor([[50], [60], [70]]).repeat(1, 9), []
-
-        def look(module, args, kwargs):
-            seen.append(kwargs["token_type_ids"][:, -1].tolist())
-
-        look.row_wise = True
-        gpt2.register_forward_pre_hook(look, with_kwargs=True)
-        request = {**BATCH, "token_type_ids": types}
-        request["eos_token_id"] = run(gpt2, **request)[0][1, 14].item()  # the second row ends first
-        plain, speculator = run(gpt2, **request), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        seen.clear()
-        assert_same(run(gpt2, speculator, **request), plain)
-        assert seen[-1] in ([50], [70], [50, 70])
 
 
 class Masking(LogitsProcessor):
