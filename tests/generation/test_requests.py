@@ -20,7 +20,7 @@ from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..support.inputs import random_prompt
-from ..support.models import VOCAB_SIZE, build_tiny_gpt2, build_tiny_model
+from ..support.models import SIZES, VOCAB_SIZE, build_tiny_gpt2, build_tiny_model, random_model
 from ..support.requests import BATCH, assert_as_plain, assert_same, assert_steps_aside, run
 
 
@@ -198,28 +198,10 @@ class TestRawLast:
 @pytest.mark.parametrize("inputs", [{"input_ids": random_prompt(9)}, BATCH], ids=["one row", "batch"])
 def test_hidden_states_with_an_axis_in_front_of_the_batch(inputs):
     """Gemma 3n: one for each of its predictions."""
-    config = Gemma3nTextConfig(
-        vocab_size=VOCAB_SIZE,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-        hidden_size=16,
-        hidden_size_per_layer_input=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=32,
-        altup_num_inputs=2,
-        num_kv_shared_layers=2,
-        layer_types=["full_attention", "sliding_attention"] * 2,
-        laurel_rank=4,
-        activation_sparsity_pattern=[0.0] * 4,
-        sliding_window=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    model = Gemma3nForCausalLM(config).eval().requires_grad_(False)
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
+    layers |= {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "head_dim": 8}
+    own = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2}
+    model = random_model(Gemma3nForCausalLM, Gemma3nTextConfig(**SIZES, **layers, **own))
     request = {**inputs, "max_new_tokens": 9, "return_dict_in_generate": True, "output_hidden_states": True}
     plain = run(model, **request)[0]
     for drafter in (EmptyDrafter(), ScriptedDrafter(plain.sequences[:, 9:], (1, 1, 1), vocab_size=VOCAB_SIZE)):

@@ -23,11 +23,11 @@ from ..support.models import SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_gpt2, build_
 def build(kind, size, seed=0):
     if kind in ("gpt2", "opt"):
         return {"gpt2": build_tiny_gpt2, "opt": build_tiny_opt}[kind](num_positions=size, seed=seed)
-    options = {"vocab_size": VOCAB_SIZE, "n_layers": 2, "n_heads": 4, "initializer_range": 0.3, **SPECIAL_TOKENS}
-    if kind == "mpt":
-        return random_model(MptForCausalLM, MptConfig(d_model=32, max_seq_len=size, use_cache=True, **options), seed)
-    options = {key.removesuffix("s") if key.startswith("n_") else key: value for key, value in options.items()}
-    return random_model(BloomForCausalLM, BloomConfig(hidden_size=32, **options), seed)
+    common = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, **SPECIAL_TOKENS}
+    if kind == "bloom":
+        return random_model(BloomForCausalLM, BloomConfig(hidden_size=32, n_layer=2, n_head=4, **common), seed)
+    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": size}
+    return random_model(MptForCausalLM, MptConfig(**sizes, use_cache=True, **common), seed)
 
 
 def run(model, inputs, speculator=None, **request):
