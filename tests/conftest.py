@@ -10,8 +10,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils.logging import warning_once
 
@@ -141,22 +140,6 @@ def chain_only():
     yield CHAIN_ONLY
     AttentionInterface._global_mapping.pop(CHAIN_ONLY)
     AttentionMaskInterface._global_mapping.pop(CHAIN_ONLY)
-
-
-class StrangeLayer(DynamicLayer):
-    """A layer of somebody else: what it does with its entries is not known."""
-
-
-@pytest.fixture
-def strange_cache():
-    """Factory of caches with layers that cannot be indexed, for a model."""
-
-    def make(model):
-        cache = DynamicCache(config=model.config)
-        cache.layers = [StrangeLayer() for _ in cache.layers]
-        return cache
-
-    return make
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hf_speculate import compatibility
-from hf_speculate.compatibility import OLDEST, WORKING, check_version, explained, incompatible
+from hf_speculate.compatibility import OLDEST, WORKING, check_version, explained
 from hf_speculate.errors import IncompatibleTransformersError, SpeculateError
 
 from .support.paths import REPOSITORY
@@ -95,7 +95,3 @@ class TestMissingParts:
     )
     def test_errors_that_are_not_transformers_stay_what_they_are(self, error):
         assert explained(error) is error
-
-    def test_an_error_says_what_does_not_fit(self, installed):
-        installed("6.1.0")
-        assert "but 6.1.0 is installed and does not fit (no `_sample`): pip" in str(incompatible("no `_sample`"))

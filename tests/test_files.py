@@ -143,13 +143,6 @@ def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
     assert read_json(tmp_path / "b") == {"old": 1}
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "head").write_text("mine")
-    with pytest.raises(CheckpointError, match="cannot write"):
-        replace_files(tmp_path / "head", {"a": text_writer("new")})
-    assert (tmp_path / "head").read_text() == "mine"
-
-
 def test_files_are_on_the_disk_before_they_take_their_names(tmp_path, monkeypatch):
     """And what was linked to is not written through: a cache of the Hub is full of links."""
     events = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -60,12 +59,6 @@ def test_heads_are_saved_and_read(home, prompt):
     plain = model.generate(prompt(9), **PLAIN)
     for text in ("~/saved", "~/head:depth=2", "~/head+suffix", "suffix+~/head"):
         assert torch.equal(model.generate(prompt(9), **PLAIN, speculator=text), plain)
-    hf_speculate.attach(model, "~/head")
-    hf_speculate.detach(model)
-    before = hf_speculate.speculators(model)["~/head"]
-    write_head(home / "head", "specforge")
-    model.generate(prompt(9), **PLAIN, speculator="~/head")
-    assert hf_speculate.speculators(model)["~/head"] is not before, "the folder has changed"
 
 
 def test_medusa_heads(home):
@@ -76,19 +69,13 @@ def test_medusa_heads(home):
 
 
 def test_draft_models(home, tiny_model):
-    model, draft = tiny_model(), tiny_model(num_layers=1)
-    draft.save_pretrained(home / "draft")
+    model = tiny_model()
+    tiny_model(num_layers=1).save_pretrained(home / "draft")
     assert drafters(AutoSpeculator.from_name("draft_model", target=model, model="~/draft")) == ["draft_model"]
     assert drafters(AutoSpeculator.from_pretrained("~/draft", target=model)) == ["draft_model"]
     for text in ("draft_model:model=~/draft", "draft_model:model=~/draft+suffix", "~/draft:depth=2+suffix"):
-        resolved = hf_speculate.attach(model, text)
+        assert drafters(hf_speculate.attach(model, text))[0] == "draft_model"
         hf_speculate.detach(model)
-        assert drafters(resolved)[0] == "draft_model"
-        draft.save_pretrained(home / "draft", max_shard_size="5KB")  # other files
-        assert hf_speculate.attach(model, text) is not resolved, "the folder has changed"
-        hf_speculate.detach(model)
-        shutil.rmtree(home / "draft")
-        draft.save_pretrained(home / "draft")
 
 
 def test_gguf_files(home, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import gc
 import threading
@@ -11,23 +10,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import (
-    AsyncTextIteratorStreamer,
     DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
-    TextStreamer,
 )
 
 import hf_speculate
-from hf_speculate import DraftTree, Speculator
+from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.errors import DrafterError, UnsupportedRequestError
-from hf_speculate.testing import EmptyDrafter, RaisingDrafter, ScriptedDrafter
+from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
@@ -57,14 +51,6 @@ def setting(tiny_model, prompt):
 
 
 class TestStockStreamers:
-    def test_printed_text(self, setting, tokenizer, capsys):
-        model, inputs, text = setting
-        for speculator in (None, perfect(model, inputs)):
-            streamer = TextStreamer(tokenizer)
-            model.generate(**inputs, max_new_tokens=NEW_TOKENS, streamer=streamer, speculator=speculator)
-        printed = capsys.readouterr().out
-        assert printed == 2 * (tokenizer.decode(text[0]) + "\n")
-
     @pytest.mark.parametrize("skip_prompt", [False, True])
     def test_an_iterator_read_in_another_thread(self, setting, tokenizer, skip_prompt):
         model, inputs, text = setting
@@ -75,21 +61,6 @@ class TestStockStreamers:
         streamed = "".join(streamer)
         thread.join()
         assert streamed == tokenizer.decode(text[0, 9 if skip_prompt else 0 :])
-
-    def test_an_asynchronous_iterator(self, setting, tokenizer):
-        model, inputs, text = setting
-        speculator = perfect(model, inputs)
-
-        async def collect():
-            streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
-            kwargs = {**inputs, "streamer": streamer, "max_new_tokens": NEW_TOKENS, "speculator": speculator}
-            thread = threading.Thread(target=model.generate, kwargs=kwargs)
-            thread.start()
-            pieces = [piece async for piece in streamer]
-            thread.join()
-            return "".join(pieces)
-
-        assert asyncio.run(collect()) == tokenizer.decode(text[0, 9:])
 
     @pytest.mark.parametrize("stop", ["eos", "criterion"])
     def test_a_batch_is_put_step_by_step_as_in_stock(self, tiny_model, prompt, stop):
@@ -159,24 +130,6 @@ class TestStream:
         with pytest.raises(TypeError, match="give tokenizer="):
             hf_speculate.stream(model, **inputs, speculator="prompt_lookup", decode_kwargs={})
 
-    def test_characters_of_several_tokens_come_whole(self, real_llama, shared_root):
-        class Bytes(LogitsProcessor):
-            """Forces U+20AC, whose three bytes are three tokens of the byte fall-back."""
-
-            def __call__(self, input_ids, scores):
-                byte = [0xE2, 0x82, 0xAC][(input_ids.shape[1] - 1) % 3]
-                return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([3 + byte]), 0)
-
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
-        request = {"max_new_tokens": 9, "logits_processor": LogitsProcessorList([Bytes()])}
-        ids = torch.tensor([[1]])
-        plain = real_llama.generate(ids, **request, speculator=None)
-        assert tokenizer.decode(plain[0, 1:]) == 3 * "\u20ac", "the tokenizer has no such byte tokens"
-        pieces = list(hf_speculate.stream(real_llama, ids, speculator="prompt_lookup", tokenizer=tokenizer, **request))
-        assert "".join(pieces) == 3 * "\u20ac"
-
     def test_the_generators_return_value_is_what_generate_returns(self, setting, tokenizer):
         model, inputs, text = setting
         request = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
@@ -210,24 +163,6 @@ class TestStream:
         for row, plain in zip(rows, text.tolist(), strict=True):
             assert row == (plain[: plain.index(eos) + 1] if eos in plain else plain)
 
-    def test_the_attached_speculator_is_used(self, setting):
-        model, inputs, text = setting
-        model = copy.deepcopy(model)
-        speculator = hf_speculate.attach(model, perfect(model, inputs))
-        rounds = list(hf_speculate.stream(model, **inputs, max_new_tokens=NEW_TOKENS))
-        assert [token for (row,) in rounds for token in row] == text[0, 9:].tolist()
-        assert speculator.stats.accepted_tokens > 0
-
-    def test_stop_strings_and_a_generation_config(self, setting, tokenizer):
-        model, inputs, text = setting
-        stop = tokenizer.decode(text[0, 30:33])
-        config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_strings=[stop], pad_token_id=0)
-        plain = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
-        pieces = hf_speculate.stream(
-            model, **inputs, speculator=perfect(model, inputs), generation_config=config, tokenizer=tokenizer
-        )
-        assert "".join(pieces) == tokenizer.decode(plain[0, 9:])
-
     def test_gradients_are_off_inside_and_as_they_were_outside(self, setting):
         model, inputs, _ = setting
         modes = []
@@ -252,11 +187,6 @@ class TestStream:
             for row, rounds in zip(found, streams, strict=True):
                 row.extend(next(rounds, [[]])[0])
         assert found == texts
-
-
-def collect(rounds, tokens):
-    for (row,) in rounds:
-        tokens.extend(row)
 
 
 class TestStreamEndsEarly:
@@ -293,40 +223,6 @@ class TestStreamEndsEarly:
         if how != "unstarted":
             assert speculator.stats.calls == 1
 
-    def test_a_processor_or_criterion_that_raises(self, setting):
-        model, inputs, text = setting
-
-        class Raises(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                if input_ids.shape[1] == 20:
-                    raise ZeroDivisionError
-                return torch.zeros(1, dtype=torch.bool)
-
-        cache, yielded = DynamicCache(config=model.config), []
-        rounds = hf_speculate.stream(
-            model,
-            **inputs,
-            **as_cache(cache),
-            speculator=perfect(model, inputs),
-            stopping_criteria=StoppingCriteriaList([Raises()]),
-            max_new_tokens=NEW_TOKENS,
-        )
-        with pytest.raises(ZeroDivisionError):
-            collect(rounds, yielded)
-        assert yielded == text[0, 9 : 9 + len(yielded)].tolist()
-        assert cache.get_seq_length() < 20
-        length = cache.get_seq_length()
-        ours = model.generate(text[:, : length + 1], **as_cache(cache), max_new_tokens=5)
-        assert torch.equal(ours, text[:, : length + 6])
-
-    def test_a_drafter_that_raises(self, setting):
-        model, inputs, text = setting
-        speculator, yielded = Speculator(RaisingDrafter(after=3), adaptive=False), []
-        rounds = hf_speculate.stream(model, **inputs, speculator=speculator, max_new_tokens=NEW_TOKENS)
-        with pytest.raises(DrafterError, match="raising"):
-            collect(rounds, yielded)
-        assert yielded == text[0, 9:13].tolist()
-
 
 class TestStreamedSampling:
     """The RNG between items is where stock has it after the tokens so far."""
@@ -358,33 +254,6 @@ class TestStreamedSampling:
         model.generate(**inputs, do_sample=True, max_new_tokens=num_steps)
         assert torch.equal(torch.get_rng_state(), at_item)
 
-    def test_a_consumer_that_draws_gets_what_it_gets_beside_a_stock_streamer(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(9)
-
-        class Draws(Collector):
-            def put(self, value):
-                super().put(value)
-                if value.dim() == 1:
-                    draws.append(torch.rand(1).item())
-
-        outcomes = []
-        for speculator in (None, Speculator(DrawsAhead(), adaptive=False)):
-            draws, streamer = [], Draws()
-            torch.manual_seed(3)
-            if speculator is None:
-                model.generate(ids, do_sample=True, max_new_tokens=20, streamer=streamer)
-                tokens = [int(value) for value in streamer.values[1:]]
-            else:
-                tokens = []
-                rounds = hf_speculate.stream(
-                    model, ids, do_sample=True, max_new_tokens=20, speculator=speculator, tokenizer=None
-                )
-                for (new_tokens,) in rounds:
-                    tokens += new_tokens
-                    draws.append(torch.rand(1).item())
-            outcomes.append((tokens, draws, torch.get_rng_state().tolist()))
-        assert outcomes[0] == outcomes[1]
-
     def test_noise_that_was_drawn_ahead_survives_a_pause(self):
         torch.manual_seed(0)
         noise = Noise(2, 5, torch.device("cpu"))
@@ -401,20 +270,6 @@ class TestStreamedSampling:
         torch.rand(1)
         assert noise.resume()
         assert not torch.equal(noise.row(3), ahead), "somebody has drawn: stock would not draw this noise any more"
-
-
-class DrawsAhead(EmptyDrafter):
-    """Looks at the noise of coming steps, as drafters with logits do, and drafts nothing."""
-
-    def start(self, request):
-        session = super().start(request)
-
-        def draft(state):
-            state.child_scores(torch.zeros(1, 1, VOCAB_SIZE), depth=3)
-            return DraftTree.root_only(state.root_ids)
-
-        session.draft = draft
-        return session
 
 
 class TestBadInput:
@@ -448,20 +303,3 @@ class TestBadInput:
         hf_speculate.attach(model, "prompt_lookup")
         with pytest.raises(UnsupportedRequestError, match="beam_search"):
             hf_speculate.stream(model, **inputs, num_beams=2, max_new_tokens=3)
-
-    def test_caches_without_an_index(self, tiny_model, prompt, strange_cache):
-        model = tiny_model()
-        with pytest.raises(UnsupportedRequestError, match="cannot be indexed: no drafts"):
-            hf_speculate.stream(
-                model,
-                prompt(6),
-                speculator="prompt_lookup",
-                max_new_tokens=3,
-                **as_cache(strange_cache(model)),
-            )
-
-    def test_generate_works_after_an_error(self, setting):
-        model, inputs, text = setting
-        with pytest.raises(UnsupportedRequestError):
-            hf_speculate.stream(model, **inputs, speculator="prompt_lookup", num_beams=2)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=NEW_TOKENS, speculator="prompt_lookup"), text)

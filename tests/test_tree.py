@@ -70,13 +70,6 @@ class TestPlan:
         assert torch.equal(device.ancestors, host.ancestors)
         assert torch.equal(device.depths, host.depths)
 
-    def test_plans_of_equal_structure_are_one_object(self):
-        first = DraftTree(torch.tensor([[5, 6, 7]]), [-1, 0, 0])
-        second = DraftTree(torch.tensor([[1, 2, 3]]), ([-1, 0, 0],))
-        other = DraftTree(torch.tensor([[5, 6, 7]]), [-1, 0, 1])
-        assert first.plan is second.plan
-        assert first.plan is not other.plan
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
     def test_the_bias_is_zero_for_ancestors_and_the_lowest_number_elsewhere(self, dtype):
         plan = TreePlan.from_parents(((-1, 0, 0, 1),))
@@ -88,12 +81,6 @@ class TestPlan:
 
 
 class TestShapes:
-    def test_a_root_alone_has_no_draft(self):
-        tree = DraftTree.root_only(torch.tensor([4, 9]))
-        assert tree.token_ids.tolist() == [[4], [9]]
-        assert (tree.batch_size, tree.num_nodes, tree.max_depth) == (2, 1, 0)
-        assert [tree.host.num_drafted(row) for row in range(2)] == [0, 0]
-
     def test_a_chain_is_a_tree_with_one_branch(self):
         tree = DraftTree.chain(torch.tensor([[4, 5, 6, 7]]))
         assert tree.host.parents == [[-1, 0, 1, 2]]
@@ -106,11 +93,6 @@ class TestShapes:
         assert tree.host.parents == [[-1, 0, 0], [-1, -2, -2]]
         assert [tree.host.num_drafted(row) for row in range(2)] == [2, 0]
         assert [tree.host.depth(row) for row in range(2)] == [1, 0]
-
-    def test_one_structure_serves_all_rows(self):
-        tree = DraftTree(torch.tensor([[1, 2, 3], [4, 5, 6]]), [-1, 0, 1])
-        assert tree.plan.ancestors.shape == (1, 3, 3)
-        assert tree.host.parents == [[-1, 0, 1], [-1, 0, 1]]
 
     @pytest.mark.parametrize("num_rows", [1, 2], ids=["shared", "a row each"])
     def test_a_device_tree_reads_back_as_the_same_host_tree(self, num_rows):
@@ -134,13 +116,6 @@ class TestHostTree:
             for token in range(4):
                 children = [i for i, p in enumerate(parents) if p == node and tokens[i] == token]
                 assert host.child(0, node, token) == (children[0] if children else None)
-
-    @deterministic
-    @given(structures())
-    def test_depth_and_number_of_drafts_agree_with_the_plan(self, parents):
-        tree = DraftTree(torch.zeros(1, len(parents), dtype=torch.long), parents)
-        assert tree.host.depth(0) == tree.plan.max_depth
-        assert tree.host.num_drafted(0) == sum(parent >= 0 for parent in parents)
 
 
 class TestPruned:
@@ -197,13 +172,6 @@ class TestValues:
     TREE = DraftTree.from_rows(
         [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]), TreeRow([6, 4], [-1, 0], [0.0, -0.25])]
     )
-
-    def test_they_are_padded_and_come_back(self):
-        assert self.TREE.host.values == [[0.0, -0.5, -3.0, -0.75], [0.0, -0.25, 0.0, 0.0]]
-        assert self.TREE.values.dtype == torch.float32
-
-    def test_one_row_without_values_leaves_none(self):
-        assert DraftTree.from_rows([TreeRow([5], [-1], [0.0]), ([5, 1], [-1, 0])]).values is None
 
     def test_parts_have_those_of_their_nodes(self):
         tree = self.TREE
@@ -331,9 +299,6 @@ class TestRoundClock:
     def test_no_longer_than_the_round_and_never_waited_for(self, seconds):
         assert seconds((Event(5.0), Event(9.0))).drafting == 2.0
         assert seconds((Event(5.0), Event(5.7, is_over=False))).drafting == pytest.approx(0.1)
-
-    def test_a_round_without_a_draft_asks_no_event(self, seconds):
-        assert seconds((Event(5.0), Event(5.7)), drafts=False).drafting == 0.0
 
 
 class TestUnread:

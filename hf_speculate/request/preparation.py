@@ -73,6 +73,8 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     lockstep = ""
     if call.batch_size > 1:
         lockstep = _lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
+    if lockstep:
+        stats.fallbacks[f"rows in lock-step: {lockstep}"] += 1
     # Whether something sees the whole batch, or every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     rows = Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache)

@@ -9,10 +9,11 @@ import random
 import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.cache.layers import PreallocatedLayer
+from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache, is_indexable
 from hf_speculate.errors import CacheStateError
 
@@ -63,20 +64,6 @@ class TestLayer:
                 ours.reset(), stock.reset()  # stock cannot change the batch size of an emptied layer
             assert_layers_equal(ours, stock)
 
-    def test_a_deep_copy_shares_nothing(self):
-        layer = PreallocatedLayer()
-        layer.update(*states(1, 5))
-        twin, before = copy.deepcopy(layer), layer.keys.clone()
-        twin.crop(-2)
-        twin.update(*states(1, 2))
-        assert torch.equal(layer.keys, before)
-
-    def test_positive_crop_is_refused_as_in_stock(self):
-        layer = PreallocatedLayer()
-        layer.update(*states(1, 5))
-        with pytest.raises(ValueError, match="positive"):
-            layer.crop(3)
-
     def test_states_made_under_inference_mode_are_never_written_outside_it(self):
         ours, stock = PreallocatedLayer(), DynamicLayer()
         first, second, third = (states(1, 3) for _ in range(3))
@@ -88,8 +75,12 @@ class TestLayer:
                 layer.update(*third)
         assert_layers_equal(ours, stock)
 
-    def test_with_gradients_it_does_as_stock_does(self):
-        ours, stock = PreallocatedLayer(), DynamicLayer()
+    @pytest.mark.parametrize(
+        ("ours", "stock"),
+        [(PreallocatedLayer(), DynamicLayer()), (SlidingLayer(16), DynamicSlidingWindowLayer(16))],
+        ids=["full", "sliding"],
+    )
+    def test_with_gradients_it_does_as_stock_does(self, ours, stock):
         prefix, new, later = states(1, 5), states(1, 3, requires_grad=True), states(1, 2)
         gradients = []
         for layer in (ours, stock):
@@ -114,15 +105,6 @@ class TestLayer:
         ours.move(torch.tensor([3, 4]), torch.tensor([0, 1]))
         assert torch.equal(keys, before[0])
         assert torch.equal(values, before[1])
-
-    @pytest.mark.parametrize("prepare", [lambda layer: None, lambda layer: layer.lazy_initialization(*states(1, 2))])
-    def test_an_empty_layer_can_be_taken_over(self, prepare):
-        stock = DynamicLayer()
-        prepare(stock)
-        ours = PreallocatedLayer.from_layer(stock)
-        assert ours.get_seq_length() == 0
-        new = states(1, 3)
-        assert torch.equal(ours.update(*new)[0], new[0])
 
 
 class Reference:
@@ -175,14 +157,6 @@ class TestKeep:
             cache.keep(paths)
             reference.assert_equal(cache)
 
-    def test_empty_paths_leave_everything_as_it_was(self):
-        cache = TreeCache(fill(DynamicCache(), 5, batch_size=2), 2)
-        before = [layer.keys.clone() for layer in cache.cache.layers]
-        append(cache, 3)
-        cache.keep([[], []])
-        assert cache.lengths == (5, 5)
-        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.cache.layers, before, strict=True))
-
     def test_an_interruption_before_the_commit_leaves_the_old_state(self, monkeypatch):
         cache, reference = TreeCache(DynamicCache(), 2), Reference(2, 2)
         reference.add(append(cache, 6), [range(6)] * 2)
@@ -216,17 +190,6 @@ class TestTruncate:
         assert cache.is_ragged
         assert cache.append_index == 4
 
-    def test_an_earlier_state_comes_back_by_its_lengths(self):
-        cache, reference = TreeCache(DynamicCache(), 1), Reference(1, 2)
-        reference.add(append(cache, 6), [range(6)])
-        cache.commit_appended()
-        snapshot = cache.lengths
-        for _ in range(3):
-            append(cache, 4)
-            cache.keep([[0, 2, 3]])
-        cache.truncate(snapshot)
-        reference.assert_equal(cache)
-
     @pytest.mark.parametrize("lengths", [(7, 6), (6, 7), (-1, 6)])
     def test_a_snapshot_from_the_future_is_refused(self, lengths):
         cache = TreeCache(fill(DynamicCache(), 6, batch_size=2), 2)
@@ -258,14 +221,6 @@ class TestTakeOver:
         for (keys, values), (old_keys, old_values) in zip(held, copies, strict=True):
             assert torch.equal(keys, old_keys)
             assert torch.equal(values, old_values)
-
-    @pytest.mark.parametrize("configured", [True, False], ids=["layers made at once", "layers made lazily"])
-    def test_layers_that_do_not_exist_yet_become_ours_too(self, tiny_model, prompt, configured):
-        model = tiny_model()
-        cache = DynamicCache(config=model.config) if configured else DynamicCache()
-        TreeCache(cache, 1)
-        model(prompt(5), **as_cache(cache))
-        assert [type(layer) for layer in cache.layers] == [PreallocatedLayer] * 2
 
     @pytest.mark.parametrize("kind", ["static", "offloaded"])
     def test_caches_that_cannot_be_indexed_are_refused_and_left_alone(self, kind):

@@ -18,7 +18,7 @@ from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
 from hf_speculate.scoring import masks
 from hf_speculate.scoring.masks import LayerType, layer_types, layer_types_of
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import ScriptedDrafter
 
 from ..support.layers import assert_updates_equal, change_rows, states
 from ..support.models import build_tiny_model
@@ -106,19 +106,6 @@ class TestLayer:
             layer.pinned_from = layer.window_start(layer.length)
         assert layer._buffers["keys"].shape[-2] <= 128
 
-    def test_with_gradients_it_does_as_stock_does(self):
-        ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
-        prefix, new, later = states(1, 12), states(1, 3, requires_grad=True), states(1, 2)
-        gradients = []
-        for layer in (ours, stock):
-            layer.update(*prefix)
-            keys, values = layer.update(*new)
-            loss = (keys * values).square().sum()
-            layer.update(*later)
-            gradients.append(torch.autograd.grad(loss, new))
-        assert_layers_equal(ours, stock)
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
 
 def sliding_cache(num_layers=2):
     config = MistralConfig(num_hidden_layers=num_layers, sliding_window=WINDOW)
@@ -193,9 +180,6 @@ class TestTreeCache:
 
 
 class TestLayerTypes:
-    def test_full_attention_is_one_type(self):
-        assert layer_types(LlamaConfig(num_hidden_layers=2)) == (LayerType("", 0),)
-
     def test_windows_that_differ_within_a_type_are_refused(self, monkeypatch):
         kinds = ["sliding_attention"] * 2, [{"sliding_window": 8}, {"sliding_window": 16}]
         monkeypatch.setattr(masks, "get_layer_types_and_kwargs", lambda config: kinds)
@@ -222,18 +206,6 @@ def model(request):
 
 
 class TestRequests:
-    def test_a_second_turn_and_plain_generate_go_on_from_the_returned_cache(self, model, prompt):
-        texts = []
-        for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
-            cache = DynamicCache(config=model.config)
-            text = model.generate(prompt(20), **as_cache(cache), max_new_tokens=30, speculator=speculator)
-            text = torch.cat([text, prompt(5, seed=1)], dim=1)
-            text = model.generate(text, **as_cache(cache), max_new_tokens=30, speculator=speculator)
-            text = torch.cat([text, prompt(5, seed=2)], dim=1)
-            texts.append(model.generate(text, **as_cache(cache), max_new_tokens=20))
-            assert cache.get_seq_length() == texts[-1].shape[1] - 1
-        assert torch.equal(*texts)
-
     def test_windows_hold_on_a_cache_that_keeps_everything(self, model, prompt):
         """`DynamicCache()` without a config has no sliding layers; the model masks the window all the same."""
         plain = model.generate(prompt(20), **as_cache(DynamicCache()), max_new_tokens=30)

@@ -7,16 +7,14 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hf_speculate import Speculator
-from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
-from hf_speculate.cache.layers import PreallocatedLayer
-from hf_speculate.compilation import buffers as buffers_module
-from hf_speculate.compilation.buffers import MAX_IDLE, Buffers, Lease, Pool, capacity_for, pool_of
+from hf_speculate.cache import as_cache, cache_of
+from hf_speculate.compilation.buffers import MAX_IDLE, Buffers, Lease, Pool, pool_of
 from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.testing import RandomDrafter
 
@@ -84,19 +82,6 @@ def test_rounds_and_requests_find_everything_at_the_same_addresses(model, prompt
     assert not mine.stats.fallbacks
 
 
-def test_the_second_request_makes_no_buffers(model, prompt, monkeypatch):
-    made = []
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, **k: made.append(a) or zeros(*a, **k))
-    mine = speculator()
-    model.generate(prompt(12), speculator=mine, **REQUEST)
-    assert any(512 in shape for shape in made)
-    made.clear()
-    monkeypatch.setattr(PreallocatedLayer, "_allocate", lambda *_: pytest.fail("a buffer was made"))
-    model.generate(prompt(30), speculator=mine, **REQUEST)
-    assert not any(512 in shape for shape in made)
-
-
 def test_a_returned_cache_stays_as_it_is(model, prompt):
     mine = speculator()
     first = model.generate(prompt(12), speculator=mine, return_dict_in_generate=True, **REQUEST)
@@ -122,21 +107,6 @@ def test_a_cache_of_the_caller_stays_as_it_is(model, prompt):
     assert all(layer.allocate is None for layer in cache.layers)
     longer = model.generate(text, speculator=mine, **as_cache(cache), **REQUEST)
     assert longer.tolist() == model.generate(prompt(12), **{**REQUEST, "max_new_tokens": 32}).tolist()
-
-
-def test_a_cache_that_a_hook_kept_is_not_handed_on(model, prompt):
-    kept = []
-    hook = model.model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: None if kept else kept.append(kwargs[CACHE_NAME]), with_kwargs=True
-    )
-    mine = speculator()
-    try:
-        model.generate(prompt(12), speculator=mine, **REQUEST)
-    finally:
-        hook.remove()
-    states = [layer.keys.clone() for layer in kept[0].layers]
-    model.generate(prompt(30), speculator=mine, **REQUEST)
-    assert all(torch.equal(layer.keys, before) for layer, before in zip(kept[0].layers, states, strict=True))
 
 
 def test_threads_have_buffers_of_their_own(model, prompt):
@@ -190,26 +160,3 @@ def test_a_pool_keeps_few_sets_and_hands_out_each_once():
     last = pool._idle[-1][1]
     assert pool.take((1, MAX_IDLE + 1)) is last
     assert pool.take((1, MAX_IDLE + 1)) is not last
-
-
-def test_another_dtype_or_device_gets_a_tensor_of_its_own():
-    buffers = Buffers()
-    with torch.inference_mode():
-        first = buffers.tensor("a", (2,), torch.float32, torch.device("cpu"))
-    assert not first.is_inference()
-    assert buffers.tensor("a", (2,), torch.float32, torch.device("cpu")) is first
-    assert buffers.tensor("a", (2,), torch.bfloat16, torch.device("cpu")).dtype == torch.bfloat16
-    assert buffers.tensor("a", (3,), torch.float32, torch.device("meta")).device.type == "meta"
-
-
-def test_capacities_double_from_512():
-    assert [capacity_for(length) for length in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
-
-
-def test_pools_go_with_their_model():
-    module = nn.Linear(1, 1)
-    pool_of(module)
-    count = len(buffers_module._pools)
-    del module
-    gc.collect()
-    assert len(buffers_module._pools) == count - 1

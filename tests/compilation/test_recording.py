@@ -49,15 +49,6 @@ def test_the_second_call_is_recorded_and_later_ones_replay_it(replays):
     assert (len(replays.names), replays.num_replayed) == (1, 3)
 
 
-def test_a_result_is_overwritten_by_the_next_replay(replays):
-    recordings, tensor = Recordings(), torch.ones(2)
-    run(recordings, tensor)
-    first = run(recordings, tensor)["twice"]
-    tensor.fill_(7)
-    run(recordings, tensor)
-    assert first.tolist() == [14.0, 14.0]
-
-
 def test_other_addresses_are_recorded_too_and_few_are_kept(replays):
     recordings, tensors = Recordings(), [torch.full((2,), float(value)) for value in range(MAX_RECORDINGS + 2)]
     run(recordings, tensors[0])

@@ -9,49 +9,47 @@ import torch
 
 from hf_speculate import AutoSpeculator, Drafter, DraftSession, DraftTree, installed_drafters
 from hf_speculate.errors import DrafterError, SpeculateError
-from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_drafter
+from hf_speculate.testing import EmptyDrafter, RandomDrafter, check_drafter, check_lossless
 
+from ..support.inputs import character_tokenizer
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
 
 
-# Variants of every installed drafter: options for `AutoSpeculator.from_name`.
-VARIANTS = {
-    "prompt_lookup": {
-        "default": lambda tiny_model, target: {},
-        "wide": lambda tiny_model, target: {"min_ngram": 1, "depth": 3},
-    },
-    "grammar": {
-        "default": lambda tiny_model, target: {},
-    },
-    "suffix": {
-        "default": lambda tiny_model, target: {"store": True},
-    },
-    "draft_model": {
-        "chain": lambda tiny_model, target: {"model": tiny_model("llama", seed=1)},
-        "tree": lambda tiny_model, target: {"model": tiny_model("qwen2", seed=1), "top_k": 3, "depth": 3},
-    },
-    "combined": {
-        "lookup and tree": lambda tiny_model, target: {
-            "parts": [("prompt_lookup", {"min_ngram": 1}), ("draft_model", {"model": tiny_model("llama", seed=1)})]
-        }
-    },
-}
+# Options of `AutoSpeculator.from_name`; a draft model is given by its architecture.
+VARIANTS = [
+    ("prompt_lookup", {}),
+    ("prompt_lookup", {"min_ngram": 1, "depth": 3}),
+    ("grammar", {}),
+    ("suffix", {"store": True}),
+    ("draft_model", {"model": "llama"}),
+    ("draft_model", {"model": "qwen2", "top_k": 3, "depth": 3}),
+    ("combined", {"parts": [("prompt_lookup", {"min_ngram": 1}), ("draft_model", {"model": "llama"})]}),
+]
 # Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.
 TESTED_WITH_THEIR_HEADS = {"block", "eagle", "medusa"}
 
 
+def with_models(options, tiny_model):
+    """A copy of the options with models in the place of their architectures."""
+    options = dict(options)
+    if "model" in options:
+        options["model"] = tiny_model(options["model"], seed=1)
+    if "parts" in options:
+        options["parts"] = [(name, with_models(part, tiny_model)) for name, part in options["parts"]]
+    return options
+
+
 def test_no_installed_drafter_is_forgotten():
-    unknown = set(installed_drafters()) - set(VARIANTS) - TESTED_WITH_THEIR_HEADS
+    unknown = set(installed_drafters()) - dict(VARIANTS).keys() - TESTED_WITH_THEIR_HEADS
     assert not unknown, f"add {sorted(unknown)} to VARIANTS, so that the conformance suite runs for them"
 
 
 @pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
-@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in VARIANTS for variant in VARIANTS[name]])
-def test_installed_drafters_keep_the_contract(tiny_model, prompt, architecture, name, variant):
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+def test_installed_drafters_keep_the_contract(tiny_model, prompt, architecture, name, options):
     target = tiny_model(architecture)
-    options = VARIANTS[name][variant](tiny_model, target)
-    drafter = AutoSpeculator.from_name(name, target=target, **options).drafter
+    drafter = AutoSpeculator.from_name(name, target=target, **with_models(options, tiny_model)).drafter
     check_drafter(drafter, target, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=6)
 
 
@@ -183,6 +181,49 @@ class TestTheSuiteItself:
         with pytest.raises(SpeculateError):
             check_drafter(Broken(observe=sabotage), target, [prompt(6)[0], prompt(3)[0]], max_new_tokens=6)
 
-    def test_it_wants_a_batch(self, tiny_model, prompt):
-        with pytest.raises(ValueError, match="at least two prompts"):
-            check_drafter(EmptyDrafter(), tiny_model(), [prompt(6)[0]])
+
+TEXTS = ["abcabcabc", "def f(x):"]
+
+
+@pytest.fixture
+def tokenizer():
+    return character_tokenizer(pad_token="<pad>", bos_token="<s>")
+
+
+@pytest.fixture
+def target(tiny_model, tokenizer):
+    return tiny_model(vocab_size=len(tokenizer))
+
+
+def test_lossless_of_texts(target, tokenizer):
+    speculator = AutoSpeculator.from_name("prompt_lookup", target=target, min_ngram=1)
+    report = check_lossless(target, speculator, TEXTS, tokenizer=tokenizer, max_new_tokens=8)
+    ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
+    assert check_lossless(target, speculator, ids, max_new_tokens=8) == report
+    assert report.num_cases == 2
+
+
+def test_a_drafter_by_its_speculator(target, tokenizer):
+    speculator = AutoSpeculator.from_name("prompt_lookup", target=target, min_ngram=1)
+    check_drafter(speculator, target, TEXTS, max_new_tokens=8, tokenizer=tokenizer)
+
+
+def test_a_drafter_that_never_drafts_is_warned_of(target, monkeypatch):
+    warned = []
+    monkeypatch.setattr("hf_speculate.testing.conformance.logger.warning", warned.append)
+    report = check_drafter(EmptyDrafter(), target, [torch.tensor([3, 4, 5]), torch.tensor([6, 7])], max_new_tokens=8)
+    assert (report.num_drafts, report.tokens_a_round) == (0, None)
+    assert report.num_asked > 0
+    assert "made none. Does it find its place in the text?" in warned[0]
+
+
+def test_what_cannot_be_checked_is_said(target, tokenizer):
+    speculator = AutoSpeculator.from_name("prompt_lookup", target=target)
+    with pytest.raises(TypeError, match="no tokenizer was given"):
+        check_lossless(target, speculator, TEXTS)
+    with pytest.raises(TypeError, match="prompts must be a list of texts or token ids, got one str"):
+        check_lossless(target, speculator, TEXTS[0], tokenizer=tokenizer)
+    with pytest.raises(TypeError, match=r"takes a Speculator, got EmptyDrafter: Speculator\(drafter\)"):
+        check_lossless(target, EmptyDrafter(), TEXTS, tokenizer=tokenizer)
+    with pytest.raises(TypeError, match="takes a Drafter or a Speculator, got str"):
+        check_drafter("prompt_lookup", target, TEXTS, tokenizer=tokenizer)

@@ -39,11 +39,6 @@ def test_what_is_said_is_turned_into_what_comes_true():
     assert calibration.share(math.log(0.02)) < 0.15
 
 
-def test_surer_nodes_are_never_less_probable():
-    calibration = taught([(0.9, 0.2), (0.3, 0.7)])
-    assert calibration.shares == sorted(calibration.shares)
-
-
 def test_what_was_learnt_fades():
     calibration = taught([(0.9, 0.0)])
     assert calibration.share(math.log(0.9)) < 0.3  # never rising: nodes of smaller values count, too

@@ -161,21 +161,6 @@ def test_choices_are_told_before_what_was_committed_to_those_who_want_them(tiny_
     assert torch.allclose(choices.first(2).probs[0].sum(-1), torch.ones(path.shape[1]))
 
 
-def test_choices_of_a_wide_vocabulary_are_those_of_topk():
-    tree = DraftTree.chain(torch.arange(6).view(2, 3))
-    for width in (64, 1000, 4096, 4100):
-        logits = torch.randn(2, 3, width, generator=torch.Generator().manual_seed(width))
-        found, expected = Choices.of(tree, logits, (), 16), logits.topk(16)
-        assert torch.equal(found.token_ids, expected.indices)
-        assert torch.allclose(found.probs, expected.values.softmax(-1))
-
-
-def test_where_logits_are_not_finite_nothing_is_probable():
-    choices = Choices.of(DraftTree.chain(torch.ones(1, 1, dtype=torch.long)), torch.full((1, 1, 8), torch.nan), (), 4)
-    assert not choices.probs.any()
-    assert not choices.first(2).probs.any()
-
-
 def test_a_consumer_may_change_the_lists_that_it_gets(tiny_model, prompt):
     model, ids, seen = tiny_model(), prompt(9), []
     for changes_them in (False, True):

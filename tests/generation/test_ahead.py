@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 import hf_speculate
 from hf_speculate import AutoSpeculator, Speculator
@@ -115,19 +115,12 @@ def test_a_chain_made_ahead_is_the_chain_that_would_have_been_drafted(tiny_model
     assert not any(round.is_ahead for round in rounds[False])
 
 
-def with_windows(tiny_model):
-    sizes = {"layer_types": None, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**tiny_model("qwen2").config.to_dict() | sizes)).eval().requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
-
-
 @pytest.mark.parametrize("kind", quick(["llama", "qwen2", "windows"], "llama", "windows"))
 @pytest.mark.parametrize("top_k", [1, 3], ids=["chain", "tree"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_a_draft_model_that_is_always_right_is_always_ahead(tiny_model, kind, top_k, do_sample):
-    model, ids = with_windows(tiny_model) if kind == "windows" else tiny_model(kind), random_prompt(12)
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1} if kind == "windows" else {}
+    model, ids = tiny_model("qwen2" if windows else kind, **windows), random_prompt(12)
     plain = run(model, ids, None, do_sample=do_sample)
     drafter = DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=top_k, max_nodes=24))
     speculator = looking_ahead(drafter)
@@ -138,44 +131,6 @@ def test_a_draft_model_that_is_always_right_is_always_ahead(tiny_model, kind, to
     assert stats.drafts_ahead > 4
     assert stats.drafts_ahead_taken == stats.drafts_ahead
     assert "100% of" in stats.summary()
-
-
-class Moody(DraftModelDrafter):
-    """A draft model that sleeps, hurries, and dies where nobody sees it."""
-
-    numbers = random.Random(0)
-
-    def start(self, request):
-        session = super().start(request)
-        look = session.ahead
-
-        def ahead(state, path):
-            time.sleep(self.numbers.choice([0, 0, 0.002, 0.01]))
-            tree = look(state, path)
-            time.sleep(self.numbers.choice([0, 0, 0.005]))
-            return tree
-
-        session.ahead = ahead
-        return session
-
-
-@pytest.mark.parametrize("part", quick(range(4)))
-def test_random_requests_are_plains_whatever_the_timing(tiny_model, part):
-    choose, taken, wrong = random.Random(part), 0, 0
-    for _ in range(8):
-        kind, seed = choose.choice(["llama", "qwen2"]), choose.randrange(8)
-        model, ids = tiny_model(kind, seed=seed), random_prompt(choose.randint(1, 12), seed=seed)
-        draft = tiny_model(kind, seed=choose.choice([seed, seed, seed + 1]))
-        options = DraftModelOptions(depth=choose.randint(1, 5), top_k=choose.randint(1, 3))
-        request = choose.choice(list(REQUESTS.values()))
-        speculator = looking_ahead(Moody(draft, options))
-        ours, plain = run(model, ids, speculator, **request), run(model, ids, None, **request)
-        told = f"{kind} {seed}, {options}, {request}"
-        assert torch.equal(ours[0], plain[0]), told
-        assert torch.equal(ours[1], plain[1]), told
-        taken += speculator.stats.drafts_ahead_taken
-        wrong += speculator.stats.drafts_ahead - speculator.stats.drafts_ahead_taken
-    assert min(taken, wrong) > 5, (taken, wrong)
 
 
 class Dies(Exception):

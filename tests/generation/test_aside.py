@@ -16,7 +16,7 @@ from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import RandomDrafter
 
-from ..support.models import VOCAB_SIZE, build_tiny_model
+from ..support.models import VOCAB_SIZE, build_tiny_model, state_of
 
 
 def assistant():
@@ -44,35 +44,6 @@ MODES = {
     "no cache": lambda: {"use_cache": False},
     "labels": lambda: {"labels": torch.zeros(1, 8, dtype=torch.long)},
 }
-
-
-def snapshot(model):
-    """Everything about a model, and the random numbers, that a request might leave changed."""
-    modules = {
-        name: (type(module), module.training, vars(module).get("forward"), *map(len, hooks_of(module)))
-        for name, module in model.named_modules()
-    }
-    weights = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
-    attributes = {name: value for name, value in vars(model).items() if not name.startswith("_")}
-    configs = model.config.to_dict(), model.config._attn_implementation, model.generation_config.to_dict()
-    return modules, weights, sorted(attributes), configs, torch.get_rng_state()
-
-
-def hooks_of(module):
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-
-
-def assert_same(one, other):
-    for before, after in zip(one, other, strict=True):
-        if isinstance(before, dict) and before and isinstance(next(iter(before.values()))[-1], torch.Tensor):
-            assert before.keys() == after.keys()
-            for name, (address, values) in before.items():
-                assert address == after[name][0]
-                assert torch.equal(values, after[name][1])
-        elif isinstance(before, torch.Tensor):
-            assert torch.equal(before, after)
-        else:
-            assert before == after
 
 
 class Ends(StoppingCriteria):
@@ -104,11 +75,11 @@ def run(model, prompt, mode, error=None):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_text_is_stocks_and_nothing_of_the_model_has_changed(model, prompt, mode):
     expected = run(model, prompt, mode)
-    before = snapshot(model)
+    before = state_of(model)
     hf_speculate.attach(model, drafts())
     found = run(model, prompt, mode)
     assert torch.equal(found, expected)
-    assert_same(before, snapshot(model))
+    assert state_of(model) == before
     hf_speculate.detach(model)
     assert torch.equal(run(model, prompt, mode), expected)
 
@@ -118,10 +89,10 @@ def test_the_text_is_stocks_and_nothing_of_the_model_has_changed(model, prompt, 
 def test_a_request_that_is_broken_off_leaves_the_model_as_it_was(model, prompt, mode, error):
     expected = run(model, prompt, "greedy")
     hf_speculate.attach(model, drafts())
-    before = snapshot(model)
+    before = state_of(model)
     with pytest.raises(type(error)):
         run(model, prompt, mode, error)
-    assert_same(before[:-1], snapshot(model)[:-1])
+    assert state_of(model)[:-1] == before[:-1]
     assert torch.equal(run(model, prompt, "greedy"), expected)
 
 
@@ -139,15 +110,9 @@ def test_what_stock_calls_below_it_is_plain(model, prompt):
     assert speculator.stats.calls == 1
 
 
-@pytest.mark.parametrize("speculator", [None, "given"])
-def test_labels_are_dropped_as_stock_drops_them(model, prompt, speculator):
-    ids = prompt(8)
-    expected = model.generate(ids, labels=ids, max_new_tokens=12)
-    if speculator is None:
-        hf_speculate.attach(model, drafts())
-        assert torch.equal(model.generate(ids, labels=ids, max_new_tokens=12), expected)
-    else:
-        assert torch.equal(model.generate(ids, labels=ids, max_new_tokens=12, speculator=drafts()), expected)
+def test_labels_are_dropped_as_stock_drops_them(model, prompt):
+    request = {"inputs": prompt(8), "labels": prompt(8), "max_new_tokens": 12}
+    assert torch.equal(model.generate(**request, speculator=drafts()), model.generate(**request))
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 4)])

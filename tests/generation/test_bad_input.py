@@ -9,18 +9,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     DynamicCache,
-    GenerationConfig,
     QuantizedCache,
-    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from hf_speculate import AutoSpeculator, DraftTree, Speculator, attach
+from hf_speculate import AutoSpeculator, Speculator, attach
 from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import (
     CheckpointError,
-    DrafterError,
     DrafterNotFoundError,
     TargetMismatchError,
     UnsupportedRequestError,
@@ -59,29 +56,11 @@ def test_unsupported_requests_are_refused_before_any_work(no_forward, prompt, na
         no_forward.generate(prompt(6), max_new_tokens=4, speculator=Speculator(EmptyDrafter()), **kwargs)
 
 
-def test_caches_of_the_user_that_cannot_be_used_are_refused(no_forward, prompt):
-    config = no_forward.config
-    caches = {
-        "StaticCache": StaticCache(config=config, max_cache_len=32),
-        "offloaded DynamicCache": DynamicCache(config=config, offloading=True) if torch.cuda.is_available() else None,
-    }
-    for words, cache in caches.items():
-        if cache is not None:
-            with pytest.raises(UnsupportedRequestError, match=words):
-                no_forward.generate(prompt(6), max_new_tokens=4, **as_cache(cache), speculator="prompt_lookup")
-
-
 def test_a_quantized_cache_is_refused(no_forward, prompt):
     cache = QuantizedCache.__new__(QuantizedCache)  # building one needs an optional package
     cache.layers, cache.offloading, cache.layer_class_to_replicate = [], False, None
     with pytest.raises(UnsupportedRequestError, match="QuantizedCache"):
         no_forward.generate(prompt(6), max_new_tokens=4, **as_cache(cache), speculator="prompt_lookup")
-
-
-def test_beams_in_a_generation_config_are_refused(no_forward, prompt):
-    config = GenerationConfig(num_beams=3, max_new_tokens=4, pad_token_id=0)
-    with pytest.raises(UnsupportedRequestError, match="beam_search"):
-        no_forward.generate(prompt(6), generation_config=config, speculator="prompt_lookup")
 
 
 def test_encoder_decoder_models_are_refused(prompt):
@@ -123,15 +102,6 @@ def test_a_model_is_no_speculator_and_how_to_draft_with_it_is_said(tiny_model, p
         AutoSpeculator.from_name("combined", target=model, parts=[draft, "suffix"])
     parts = [("draft_model", {"model": draft}), "suffix"]
     assert len(AutoSpeculator.from_name("combined", target=model, parts=parts).drafter.parts) == 2
-
-
-def test_an_unknown_drafter_gets_a_suggestion(tiny_model, prompt, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DrafterNotFoundError, match="Did you mean 'prompt_lookup'"):
-        AutoSpeculator.from_name("promt_lookup", target=tiny_model())
-    with pytest.raises(DrafterNotFoundError, match="Did you mean 'prompt_lookup'"):
-        tiny_model().generate(prompt(4), max_new_tokens=2, speculator="promt_lookup")
 
 
 def test_a_path_that_does_not_exist_is_named(tiny_model, tmp_path):
@@ -221,17 +191,6 @@ def test_a_draft_model_of_another_tokenizer_is_refused(tiny_model):
     other.config.bos_token_id = 7
     with pytest.raises(TargetMismatchError, match=r"bos_token_id is \[7\], the target's \[1\]"):
         AutoSpeculator.from_name("draft_model", target=tiny_model(), model=other)
-
-
-def test_a_drafter_that_returns_too_few_rows_is_named(tiny_model, prompt):
-    class OneRow(EmptyDrafter):
-        def start(self, request):
-            session = super().start(request)
-            session.draft = lambda state: DraftTree.root_only(state.root_ids[:1])
-            return session
-
-    with pytest.raises(DrafterError, match="drafted 1 rows for 2"):
-        tiny_model().generate(torch.cat([prompt(4), prompt(4)]), max_new_tokens=4, speculator=Speculator(OneRow()))
 
 
 def test_misspelt_generate_arguments_are_still_stocks_error(tiny_model, prompt):

@@ -10,7 +10,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import SpeculateError, TargetMismatchError, UnsupportedRequestError
 from hf_speculate.speculator import attached
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..support.models import VOCAB_SIZE, build_tiny_model
@@ -82,15 +82,6 @@ def test_attached_to_the_outer_model_the_inner_one_is_sped_up(model, request_, d
     assert not speculator.stats.fallbacks
 
 
-def test_the_inner_one_alone_is_sped_up_too(model, request_):
-    speculator = hf_speculate.attach(model, "prompt_lookup")
-    inner = {"input_ids": request_["input_ids"][:, 2:], "max_new_tokens": 12}
-    plain = model.language_model.generate(**inner, speculator=None)
-    assert torch.equal(model.language_model.generate(**inner), plain)
-    assert speculator.stats.calls == 1
-    assert speculator.stats.rounds > 0
-
-
 def test_detach_lets_go_of_all(model, request_):
     speculator = hf_speculate.attach(model, "prompt_lookup")
     assert attached(model) is attached(model.language_model) is speculator
@@ -115,12 +106,6 @@ def test_an_explicit_speculator_goes_through_the_outer_generate(model, request_)
     speculator = scripted(plain[:, -16:])
     assert torch.equal(run(model, request_, speculator=speculator)[0], plain)
     assert speculator.stats.accepted_tokens > 10
-
-
-def test_none_turns_an_attached_one_off_for_a_call(model, request_):
-    speculator = hf_speculate.attach(model, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))
-    run(model, request_, speculator=None)
-    assert not speculator.stats.calls
 
 
 def test_requests_that_cannot_be_sped_up_step_aside_or_are_refused(model, request_):

@@ -180,14 +180,6 @@ def test_ctrl_c_while_the_draft_model_runs(setting, tiny_model):
     assert torch.equal(model.generate(ids, max_new_tokens=48, speculator=speculator), text)
 
 
-def test_tokens_are_streamed_once_in_order_and_the_stream_is_ended(setting):
-    model, ids, text = setting
-    streamer = Streamer()
-    model.generate(ids, max_new_tokens=48, streamer=streamer, speculator=Speculator(perfect(model, ids)))
-    assert streamer.tokens == text[0, 9:].tolist()
-    assert streamer.ended
-
-
 def test_an_interrupted_sample_leaves_the_rng_where_stock_does(setting):
     model, ids, _ = setting
     states = []

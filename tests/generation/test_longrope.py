@@ -9,11 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
-import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
-from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import SIZES, VOCAB_SIZE, random_model
@@ -161,13 +159,6 @@ class TestSpeed:
         assert len(rounds) < count / 3
         assert speculator.stats.target_forwards == len(rounds)
 
-    @pytest.mark.parametrize("length", [33, 40])
-    def test_prompts_behind_the_border_run_nothing_anew(self, length, widths):
-        model = build()
-        seen = widths(model)
-        run(model, single(length), Speculator(PromptLookupDrafter.for_target(model)), max_new_tokens=20)
-        assert all(cached for _, cached in seen[1:])
-
 
 @pytest.mark.parametrize("name", quick(MODELS, "phi3 windows"))
 @pytest.mark.parametrize("lengths", [(28,), (30, 22, 26)])
@@ -200,18 +191,6 @@ class TestOutputs:
             results.append((given, cache_of(output)))
         for mine, theirs in zip(*reversed(results), strict=True):
             assert_same_cache(mine, theirs)
-
-    def test_a_second_turn(self, name, lengths):
-        model, inputs, results = build(name), padded_batch(random_prompt, lengths), []
-        first = run(model, inputs, **self.REQUEST)[0].sequences
-        question = random_prompt(6, seed=9).expand(len(lengths), -1)
-        for speculators_ in ((None, None), (scripted(first[:, max(lengths) :]), Speculator(EmptyDrafter()))):
-            output, mask = run(model, inputs, speculators_[0], **self.REQUEST)[0], inputs["attention_mask"]
-            text = torch.cat([output.sequences, question], dim=1)
-            mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
-            turn = {"input_ids": text, "attention_mask": mask, CACHE_NAME: cache_of(output)}
-            results.append(run(model, turn, speculators_[1], max_new_tokens=10)[0])
-        assert torch.equal(*results)
 
 
 class Boom(Exception):
@@ -251,15 +230,3 @@ class TestInterruptions:
             assert torch.equal(ours, text[:, : known + 13])
             if cache_.get_seq_length() > known:
                 cache_.crop(known - cache_.get_seq_length())
-
-    @pytest.mark.parametrize("num_rounds", [1, 4, 5, 6, 7, 11])
-    def test_a_closed_stream(self, num_rounds):
-        model, cache_ = build(), DynamicCache(config=build().config)
-        text = run(model, single(24), max_new_tokens=30)[0]
-        stream = hf_speculate.stream(
-            model, **single(24), speculator=scripted(text[:, 24:], 0.5), **as_cache(cache_), max_new_tokens=30
-        )
-        emitted = [token for _, (tokens,) in zip(range(num_rounds), stream, strict=False) for token in tokens]
-        stream.close()
-        assert emitted == text[0, 24 : 24 + len(emitted)].tolist()
-        assert cache_.get_seq_length() == min(24 + len(emitted) - 1, BORDER)

@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
+from hf_speculate.scoring.hooks import SaveableHook, keep_saveable
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.records import LayerRecord
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
@@ -114,20 +115,12 @@ def pickled(cache):
     return pickle.loads(data), len(data)
 
 
-def saved(cache):
-    file = io.BytesIO()
-    torch.save(cache, file)
-    size = file.tell()
-    file.seek(0)
-    return torch.load(file, weights_only=False), size
-
-
 def deep_copied(cache):
     twin = copy.deepcopy(cache)
     return twin, sum(s.untyped_storage().nbytes() for layer in twin.layers for s in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("copied", [pickled, saved, deep_copied])
+@pytest.mark.parametrize("copied", [pickled, deep_copied])
 @pytest.mark.parametrize("lengths", [(150,), (40, 9)], ids=["one", "batch"])
 def test_a_copy_of_the_cache_is_as_large_as_stocks_and_continues(tiny_model, prompt, copied, lengths):
     model, inputs = tiny_model("qwen2"), padded_batch(prompt, lengths)
@@ -157,3 +150,35 @@ def test_records_hold_no_view_of_a_trees_states(tiny_model, prompt, monkeypatch)
     assert added
     for value in (value for layers in added for value in layers):
         assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_a_model_is_saved_after_a_call_that_recorded_outputs(tiny_model, prompt, asked):
+    model = copy.deepcopy(tiny_model())
+    model.set_attn_implementation("eager")
+    call = {"max_new_tokens": 4, "return_dict_in_generate": True, asked: True}
+    output = model.generate(prompt(8), speculator="prompt_lookup", **call)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    for found in (model, again, copy.deepcopy(model)):
+        plain = found.generate(prompt(8), **call)
+        assert torch.equal(plain.sequences, output.sequences)
+        name = asked.removeprefix("output_")
+        torch.testing.assert_close(getattr(plain, name)[0], getattr(output, name)[0])
+
+
+def test_hooks_are_exchanged_once_and_nobody_elses(tiny_model, prompt):
+    model = copy.deepcopy(tiny_model())
+    layer = model.model.layers[0]
+    other = layer.register_forward_hook(lambda *_: None)
+    model(prompt(4), output_hidden_states=True)
+    before = dict(layer._forward_hooks)
+    keep_saveable(model)
+    assert list(layer._forward_hooks) == list(before)
+    assert layer._forward_hooks[other.id] is before[other.id]
+    exchanged = [hook for hook in layer._forward_hooks.values() if isinstance(hook, SaveableHook)]
+    assert len(exchanged) == len(before) - 1
+    keep_saveable(model)
+    assert [hook for hook in layer._forward_hooks.values() if isinstance(hook, SaveableHook)] == exchanged

@@ -16,11 +16,11 @@ from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.request.bridge import _originals
-from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import EmptyDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter
 
 from ..support.inputs import random_prompt
-from ..support.models import VOCAB_SIZE, build_tiny_gpt2, build_tiny_model
+from ..support.models import SIZES, VOCAB_SIZE, build_tiny_gpt2, build_tiny_model, random_model
 from ..support.requests import BATCH, assert_as_plain, assert_same, assert_steps_aside, run
 
 
@@ -84,23 +84,6 @@ class TestCaches:
         assert torch.equal(run(model, speculator, input_ids=random_prompt(9), **as_cache(cache))[0], plain)
         assert speculator.stats.accepted_tokens > 10
         assert (cache.describe(), cache.get_seq_length()) == ("mine", 9 + 23)
-
-
-class TestTokenTypes:
-    def test_rows_leave_with_their_types(self, gpt2):
-        types, seen = torch.tensor([[50], [60], [70]]).repeat(1, 9), []
-
-        def look(module, args, kwargs):
-            seen.append(kwargs["token_type_ids"][:, -1].tolist())
-
-        look.row_wise = True
-        gpt2.register_forward_pre_hook(look, with_kwargs=True)
-        request = {**BATCH, "token_type_ids": types}
-        request["eos_token_id"] = run(gpt2, **request)[0][1, 14].item()  # the second row ends first
-        plain, speculator = run(gpt2, **request), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        seen.clear()
-        assert_same(run(gpt2, speculator, **request), plain)
-        assert seen[-1] in ([50], [70], [50, 70])
 
 
 class Masking(LogitsProcessor):
@@ -215,28 +198,10 @@ class TestRawLast:
 @pytest.mark.parametrize("inputs", [{"input_ids": random_prompt(9)}, BATCH], ids=["one row", "batch"])
 def test_hidden_states_with_an_axis_in_front_of_the_batch(inputs):
     """Gemma 3n: one for each of its predictions."""
-    config = Gemma3nTextConfig(
-        vocab_size=VOCAB_SIZE,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-        hidden_size=16,
-        hidden_size_per_layer_input=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=32,
-        altup_num_inputs=2,
-        num_kv_shared_layers=2,
-        layer_types=["full_attention", "sliding_attention"] * 2,
-        laurel_rank=4,
-        activation_sparsity_pattern=[0.0] * 4,
-        sliding_window=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    model = Gemma3nForCausalLM(config).eval().requires_grad_(False)
+    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
+    layers |= {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4, "head_dim": 8}
+    own = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2}
+    model = random_model(Gemma3nForCausalLM, Gemma3nTextConfig(**SIZES, **layers, **own))
     request = {**inputs, "max_new_tokens": 9, "return_dict_in_generate": True, "output_hidden_states": True}
     plain = run(model, **request)[0]
     for drafter in (EmptyDrafter(), ScriptedDrafter(plain.sequences[:, 9:], (1, 1, 1), vocab_size=VOCAB_SIZE)):

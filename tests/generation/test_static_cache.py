@@ -8,13 +8,12 @@ import pytest
 import torch
 from transformers import GenerationConfig, StaticCache
 
-import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.cache.layers import MIN_CAPACITY, PreallocatedLayer
 from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.testing import ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
 from ..support.requests import BATCH, run
@@ -73,12 +72,6 @@ def test_memory_is_reserved_once(tiny_model, prompt, allocated):
     assert set(allocated) == {230 + MIN_CAPACITY}
 
 
-def test_long_prompts_in_chunks(tiny_model, prompt):
-    model, request = tiny_model(), {"input_ids": prompt(200), "do_sample": False, "prefill_chunk_size": 64}
-    plain, _ = run(model, **request)
-    assert torch.equal(run(model, Speculator(drafter_of(plain[:, 200:])), **request, **STATIC)[0], plain)
-
-
 def test_the_next_turn_continues_the_cache_with_and_without_a_speculator(tiny_model, prompt):
     model, ids, turns = copy.deepcopy(tiny_model()), prompt(12), []
     request = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
@@ -102,19 +95,6 @@ def test_compiled_texts_have_one_capacity(tiny_model, prompt):
     assert not speculator.stats.fallbacks
     # Without it, 512 and then 1024.
     assert {key[2] for _, key in graphs_of(model, "eager").by_key} == {1024}  # pyright: ignore[reportIndexIssue]
-
-
-def test_an_attached_speculator_and_a_generation_config(tiny_model, prompt):
-    model = copy.deepcopy(tiny_model())
-    plain, speculator = (
-        run(model, input_ids=prompt(12), do_sample=False),
-        Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)),
-    )
-    model.generation_config.cache_implementation = "static"
-    hf_speculate.attach(model, speculator)
-    assert torch.equal(model.generate(prompt(12), max_new_tokens=24, do_sample=False), plain[0])
-    assert speculator.stats.rounds > 0
-    assert not speculator.stats.fallbacks
 
 
 def test_a_static_cache_of_the_callers(tiny_model, prompt):

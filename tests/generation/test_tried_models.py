@@ -171,22 +171,6 @@ def test_a_model_that_flattens_masks_gets_chains(request_):
 
 
 class TestMoreEntriesThanTokens:
-    @pytest.mark.parametrize("request_", REQUESTS, ids=["greedy", "sampled"])
-    @pytest.mark.parametrize("own_cache", [False, True])
-    def test_an_image_in_front_of_the_text(self, request_, own_cache, prompt):
-        model = build(WithImage)
-        request = {"input_ids": prompt(9), "pixel_values": torch.randn(1, 3, 32), "max_new_tokens": 12, **request_}
-
-        def caches():
-            return as_cache(DynamicCache(config=model.config)) if own_cache else {}
-
-        plain, speculator = run(model, **caches(), **request), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        cache = caches()
-        assert_same(run_attached(model, speculator, **cache, **request), plain)
-        if own_cache:
-            assert cache[CACHE_NAME].get_seq_length() == 3 + 9 + 11
-        assert "keeps 12 cache entries of a prompt of 9 tokens" in next(iter(speculator.stats.fallbacks))
-
     def test_an_explicit_speculator_says_so_before_anything_is_emitted(self, prompt):
         class Streamer:
             num_puts = 0

@@ -28,7 +28,7 @@ from hf_speculate.scoring.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
 from ..support.inputs import padded_batch
-from ..support.models import SIZES, VOCAB_SIZE
+from ..support.models import SIZES, VOCAB_SIZE, random_model
 from ..support.tiers import quick_quarter
 
 
@@ -233,13 +233,7 @@ def build(name: str):
     model_type = name.split(" ")[0]
     options = {key: value for key, value in (COMMON | case.options).items() if (key, value) != ("head_dim", None)}
     config = AutoConfig.for_model(model_type, **options)
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    torch.random.set_rng_state(state)
-    model.requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
+    return random_model(AutoModelForCausalLM.from_config, config)
 
 
 def drafters(continuation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 
@@ -9,19 +10,16 @@ import pytest
 import torch
 from transformers import (
     AttentionInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     MistralConfig,
     MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
 )
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.cache import as_cache, cache_of
+from hf_speculate.cache import cache_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.scoring import MAX_NATIVE_ROWS, LayerType, exact_sizes
+from hf_speculate.scoring import MAX_NATIVE_ROWS, exact_sizes
 from hf_speculate.scoring.exact import first_difference, product_sizes
 from hf_speculate.scoring.walk import Walk
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
@@ -30,8 +28,7 @@ from hf_speculate_gguf.native.layers import MOST_ROWS
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import VOCAB_SIZE, Experts, random_model
-from ..support.paths import REPOSITORY
+from ..support.models import VOCAB_SIZE, Experts, build_tiny_opt, random_model
 from ..support.random_gguf import FileShape, one_type, q4_k_m, write_random_file
 from ..support.tiers import quick
 from ..support.tiny_heads import HIDDEN, random_eagle, random_medusa
@@ -135,20 +132,6 @@ def test_a_thousand_requests(tiny_model, dtype):
     run(1000, partial(dense, tiny_model, dtype), random.Random(99))
 
 
-@pytest.mark.rest
-def test_padded_batches_of_the_bundled_target():
-    """Its products are those of single rows up to 32 of them, wherever this was tried."""
-    model = AutoModelForCausalLM.from_pretrained(REPOSITORY / "examples" / "pycoder")
-    batch = padded_batch(partial(random_prompt, vocab_size=4000), (20, 9, 14))
-    drafter = DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2))
-    reason = exact_sizes(model, DynamicCache(config=model.config), 3, True)
-    if "otherwise than each alone" in reason:
-        pytest.skip(reason)
-    for request in ({}, {"do_sample": True}):
-        stats = assert_equal_bits(model, batch, drafter, max_new_tokens=16, **request)
-        assert stats.accepted_tokens > 20
-
-
 @pytest.mark.parametrize(("attention", "window"), [("sdpa", 8), pytest.param("eager", 24, marks=pytest.mark.rest)])
 def test_padded_batches_behind_windows(attention, window):
     """Rows of different lengths cross the ends of windows at different rounds; products of these shapes are those of
@@ -210,37 +193,9 @@ def test_packed_targets(tmp_path, kind):
     assert MAX_NATIVE_ROWS == MOST_ROWS
 
 
-class TestTurns:
-    """What a request leaves is stock's, so what comes after it is, too."""
-
-    def test_plain_goes_on_from_the_cache(self, tiny_model):
-        model, ids = tiny_model(dtype=torch.bfloat16), random_prompt(9)
-        caches = [DynamicCache(config=model.config) for _ in range(2)]
-        drafter = DraftModelDrafter(model, DraftModelOptions(depth=3, top_k=2))
-        for cache, speculator in zip(caches, (None, Speculator(drafter, exact=True)), strict=True):
-            text = model.generate(ids, max_new_tokens=20, **as_cache(cache), speculator=speculator)
-        logits = [
-            model.generate(
-                text, max_new_tokens=10, **as_cache(cache), output_logits=True, return_dict_in_generate=True
-            ).logits
-            for cache in caches
-        ]
-        assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
-
-
 def test_a_model_with_few_positions():
     """Its table of positions is shorter than most prefixes of the trial."""
-    config = OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    model = OPTForCausalLM(config).to(torch.bfloat16).eval()
+    model = copy.deepcopy(build_tiny_opt(64)).to(torch.bfloat16)
     drafter = RandomDrafter(vocab_size=VOCAB_SIZE)
     stats = assert_equal_bits(model, {"input_ids": random_prompt(9)}, drafter, max_new_tokens=20)
     assert stats.target_forwards
@@ -268,12 +223,6 @@ class TestRefusals:
         with torch.autocast("cpu", torch.bfloat16):
             self.refused(tiny_model(seed=14), "autocast is on")
 
-    def test_chunks(self, tiny_model, monkeypatch):
-        """Windows that lie side by side."""
-        kinds = (LayerType("", 0, window=8, is_chunked=True),)
-        monkeypatch.setattr("hf_speculate.scoring.exact.layer_types", lambda config: kinds)
-        self.refused(tiny_model(dtype=torch.bfloat16), "keeps all of the text, or a window of it")
-
     def test_a_model_whose_layers_look_at_other_rows(self, tiny_model, monkeypatch):
         """Named by its layer."""
         model = tiny_model(dtype=torch.bfloat16, seed=11)
@@ -287,16 +236,6 @@ class TestRefusals:
         monkeypatch.setattr("hf_speculate.scoring.exact.COUNTS", (2, 4))
         batch = padded_batch(random_prompt, (9, 5, 7))
         self.refused(model, r"a product of \[.*\] rounds 3 rows otherwise than each alone", batch)
-
-    def test_a_trial_that_raises(self, tiny_model, monkeypatch):
-        model = tiny_model(dtype=torch.bfloat16, seed=13)
-        monkeypatch.setattr("hf_speculate.scoring.exact._found", {})
-
-        def broken(*args):
-            raise IndexError("no such entry")
-
-        monkeypatch.setattr("hf_speculate.scoring.exact.filler_cache", broken)
-        self.refused(model, "LlamaForCausalLM could not be tried .IndexError: no such entry")
 
     def test_attention_weights(self, tiny_model):
         model = tiny_model(dtype=torch.bfloat16, attention="eager")

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import cache_of
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter, check_lossless
-from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
@@ -67,16 +66,6 @@ def test_greedy_text_is_the_targets_own(tiny_model, prompt, kind, drafter):
         assert report.num_identical == 1, report.ties
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
-@pytest.mark.parametrize("draft_seed", [0, 1], ids=["target-as-drafter", "stranger"])
-def test_draft_models_change_no_text(tiny_model, prompt, architecture, top_k, draft_seed):
-    model = tiny_model(architecture)
-    drafter = DraftModelDrafter(tiny_model(architecture, seed=draft_seed), DraftModelOptions(top_k=top_k, depth=4))
-    report = check_lossless(model, Speculator(drafter), [prompt(n) for n in (1, 5, 20)], max_new_tokens=NEW_TOKENS)
-    assert report.num_identical == 3, report.ties
-
-
 def test_a_perfect_drafter_is_accepted_to_its_full_depth(tiny_model, prompt):
     model, ids = tiny_model(), prompt(9)
     for branching in ((1,) * 4, (3, 2, 2, 2)):
@@ -89,25 +78,8 @@ def test_a_perfect_drafter_is_accepted_to_its_full_depth(tiny_model, prompt):
         assert dict(stats.accepted_histogram) == {4: 8}
 
 
-def test_an_adversarial_drafter_costs_one_forward_a_token(tiny_model, prompt):
-    model, ids = tiny_model(), prompt(9)
-    drafter = ScriptedDrafter(plain_continuation(model, ids), (2, 2), accuracy=0.0, vocab_size=VOCAB_SIZE)
-    output = model.generate(ids, max_new_tokens=20, speculator=Speculator(drafter), return_dict_in_generate=True)
-    assert output.speculation.target_forwards == 19
-    assert output.speculation.accepted_tokens == 0
-
-
 class TestEnds:
     """Where generation stops: budget, context, EOS as root, inside the accepted path, as bonus token."""
-
-    @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 6, 7])
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_a_small_budget_is_kept_to_the_token(self, tiny_model, prompt, num_tokens, shape):
-        model, ids = tiny_model(), prompt(8)
-        speculator = Speculator(scripted(model, ids, shape, 1.0))
-        output = model.generate(ids, max_new_tokens=num_tokens, speculator=speculator, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=num_tokens))
-        assert cache_of(output).get_seq_length() == ids.shape[1] + num_tokens - 1
 
     @pytest.mark.parametrize("drafter", ["perfect-tree", "mixed-chain5", "random", "prompt_lookup"])
     def test_the_context_is_filled_to_its_last_position(self, tiny_model, prompt, drafter):
@@ -139,18 +111,6 @@ class TestEnds:
             )
             assert torch.equal(output.sequences, plain)
             assert cache_of(output).get_seq_length() == plain.shape[1] - 1
-
-    def test_a_stop_string_inside_an_accepted_block_ends_the_text_there(self, real_llama, shared_root):
-        tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
-        inputs = tokenizer("Once upon a time", return_tensors="pt")
-        script = plain_continuation(real_llama, inputs["input_ids"])
-        text = tokenizer.decode(script[0])
-        for start in range(2, 40, 7):
-            request = {"max_new_tokens": NEW_TOKENS, "stop_strings": [text[start : start + 3]], "tokenizer": tokenizer}
-            plain = real_llama.generate(**inputs, **request)
-            drafter = ScriptedDrafter(script, (1,) * 6, vocab_size=512)
-            ours = real_llama.generate(**inputs, **request, speculator=Speculator(drafter))
-            assert torch.equal(ours, plain)
 
 
 ROPES = {

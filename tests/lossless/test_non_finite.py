@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
+from transformers import DynamicCache
 
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
@@ -16,7 +16,7 @@ from hf_speculate_gguf import load_model
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import CHAIN_ONLY, SIZES, VOCAB_SIZE, build_tiny_model, random_model
+from ..support.models import CHAIN_ONLY, VOCAB_SIZE, build_tiny_lfm2, build_tiny_model
 from ..support.random_gguf import FileShape, one_type, write_random_file
 from ..support.tiers import quick
 
@@ -63,17 +63,12 @@ class BadSession(DraftSession):
         return [root, BAD, *right], [-1, 0, 0, 2][: 2 + len(right)]
 
 
-def lfm2():
-    kinds = ["conv", "full_attention"] * 2
-    return random_model(Lfm2ForCausalLM, Lfm2Config(**SIZES, num_hidden_layers=4, layer_types=kinds))
-
-
 TARGETS = {
     "sdpa, folded masks": lambda: build_tiny_model(),
     "eager": lambda: build_tiny_model(attention="eager"),
     "sliding windows": lambda: build_tiny_model("mistral", sliding_window=8),
     "an attention that takes no trees": lambda: build_tiny_model(attention=CHAIN_ONLY),
-    "recurrent layers": lfm2,
+    "recurrent layers": build_tiny_lfm2,
 }
 
 pytestmark = pytest.mark.usefixtures("chain_only")

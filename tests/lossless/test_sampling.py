@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
+from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.models import VOCAB_SIZE
@@ -123,69 +123,6 @@ def test_shared_noise_makes_the_target_its_own_perfect_drafter(tiny_model, promp
         return_dict_in_generate=True,
     )
     assert output.speculation.acceptance_rate_by_depth == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0}
-
-
-@pytest.mark.parametrize("name", ["plain", "top_k", "repetition_penalty", "everything", "min_new_tokens"])
-def test_the_seed_holds_in_a_ragged_batch(tiny_model, prompt, name):
-    model = tiny_model("qwen2")
-    lengths = (4, 9, 1)
-    batch = torch.stack([torch.nn.functional.pad(prompt(n)[0], (max(lengths) - n, 0)) for n in lengths])
-    inputs = {"input_ids": batch, "attention_mask": (batch != 0).long()}
-    plain, rng = sample(model, inputs, 5, **request_of(name, max(lengths)))
-    for kind, drafter in drafters(model, plain[:, max(lengths) :]).items():
-        ours, our_rng = sample(model, inputs, 5, Speculator(drafter), **request_of(name, max(lengths)))
-        assert torch.equal(ours, plain), kind
-        assert torch.equal(our_rng, rng), kind
-
-
-def test_a_stateful_processor_sees_a_batch_in_stocks_order(tiny_model, prompt):
-    model = tiny_model()
-    inputs = {"input_ids": torch.cat([prompt(8, seed=1), prompt(8, seed=2)])}
-    plain, rng = sample(model, inputs, 3, **request_of("stateful", 8))
-    drafter = ScriptedDrafter(plain[:, 8:], (2, 1, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
-    speculator = Speculator(drafter)
-    ours, our_rng = sample(model, inputs, 3, speculator, **request_of("stateful", 8))
-    assert torch.equal(ours, plain)
-    assert torch.equal(our_rng, rng)
-    assert any("lock-step" in reason for reason in speculator.stats.fallbacks)
-
-
-def test_several_samples_of_one_prompt(tiny_model, prompt):
-    model, inputs = tiny_model(), {"input_ids": prompt(7)}
-    request = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS}
-    plain, rng = sample(model, inputs, 11, **request)
-    for kind, drafter in drafters(model, plain[:, 7:]).items():
-        ours, our_rng = sample(model, inputs, 11, Speculator(drafter), **request)
-        assert torch.equal(ours, plain), kind
-        assert torch.equal(our_rng, rng), kind
-
-
-def test_scores_and_logits_are_those_of_plain_generate(tiny_model, prompt):
-    model, inputs = tiny_model(), {"input_ids": prompt(7)}
-    request = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
-    request |= request_of("everything", 7)
-    plain, _ = sample(model, inputs, 2, **request)
-    drafter = ScriptedDrafter(plain.sequences[:, 7:], (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
-    ours, _ = sample(model, inputs, 2, Speculator(drafter), **request)
-    assert len(ours.scores) == len(ours.logits) == NEW_TOKENS
-    for name in ("scores", "logits"):
-        torch.testing.assert_close(torch.stack(getattr(ours, name)), torch.stack(getattr(plain, name)))
-    torch.testing.assert_close(
-        model.compute_transition_scores(ours.sequences, ours.scores),
-        model.compute_transition_scores(plain.sequences, plain.scores),
-    )
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
-def test_a_real_pair_keeps_the_seeds_text(real_llama, shared_root, name):
-    tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
-    drafter = DraftModelDrafter.for_target(real_llama, model=str(shared_root / "models" / "llama2xs"), top_k=3, depth=3)
-    prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in ("Once upon a time", "Tom had a dog")]
-    report = check_lossless(
-        real_llama, Speculator(drafter), prompts, max_new_tokens=80, seeds=(0, 1), do_sample=True, **REQUESTS[name]
-    )
-    assert report.num_identical == report.num_cases
 
 
 class TestDistribution:

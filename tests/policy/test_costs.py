@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_speculate.policy.costs import RoundCosts, Timings, interpolate
+from hf_speculate.policy.costs import RoundCosts, Timings
 
 
 def timings_of(slope, *observed, repeats=3):
@@ -28,13 +28,6 @@ class TestTimings:
     def test_more_never_takes_less(self):
         timings = timings_of(0.0, (1, 1.0), (6, 3.0), (12, 2.0))
         assert timings.at(6) == timings.at(12) == pytest.approx(2.5)
-
-    def test_one_observation_is_extended_by_the_shape(self):
-        timings = timings_of(0.1)
-        timings.record(10, 2.0)
-        assert timings.at(0) == pytest.approx(1.0)
-        assert timings.at(20) == pytest.approx(3.0)
-        assert timings.slope() == pytest.approx(0.1)
 
     def test_a_warm_up_is_forgotten_and_a_stray_value_moves_little(self):
         timings = timings_of(0.02)
@@ -87,29 +80,6 @@ class TestTimings:
         assert timings.at(1, context=8000) == pytest.approx(2.0, rel=0.05)
         assert timings.at(17, context=8000) == pytest.approx(6.0, rel=0.05)
         assert timings.at(17, context=100) == before  # what was known there stays
-
-    def test_what_is_alike_is_known_and_stretched(self):
-        """A batch of which a part goes on: its shape is that of the whole."""
-        whole = timings_of(0.02, (1, 1.0), (9, 2.0))
-        part = Timings(lambda size: 1.0, whole)
-        assert part.knows(1)
-        for _ in range(3):
-            part.record(1, 0.5)
-        assert part.at(9) == pytest.approx(1.0)
-        assert whole.at(9) == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("points", "values", "point", "found"),
-    [
-        ((1,), (3.0,), 9, 3.0),
-        ((1, 2), (3.0, 4.0), 1.5, 3.5),
-        ((1, 2), (3.0, 4.0), 4, 4.0),
-        ((1, 2), (3.0, 4.0), 0, 3.0),
-    ],
-)
-def test_interpolation_and_its_ends(points, values, point, found):
-    assert interpolate(points, values, point) == found
 
 
 def test_trees_of_one_width_cost_the_same():

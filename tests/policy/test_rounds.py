@@ -7,7 +7,6 @@ import torch
 
 import hf_speculate
 from hf_speculate import DraftTree, Round, Speculator
-from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.policy import NOTHING, Adaptive, Budget, DraftPolicy, Fixed, PolicySession, Replay
 from hf_speculate.testing import ScriptedDrafter
 
@@ -46,17 +45,6 @@ class TestRounds:
         assert texts == expected[:, 9:].tolist()
         assert speculator.stats.emitted_tokens == emitted
         assert speculator.stats.calls == 1
-
-    def test_lengths_and_context_are_those_before_the_round(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(9)
-        length = 9
-        for round in hf_speculate.rounds(model, ids, speculator=Speculator(scripted(model, ids)), **REQUEST):
-            assert (tuple(round.lengths), round.context) == ((length,), length)
-            length += 0 if round.is_prefill else len(round.tokens[0])
-
-    def test_without_a_speculator_it_says_so(self, tiny_model, prompt):
-        with pytest.raises(UnsupportedRequestError, match="rounds needs speculator="):
-            hf_speculate.rounds(tiny_model(), prompt(9))
 
 
 def test_a_round_is_drawn_with_what_was_accepted_and_what_the_target_chose():
@@ -143,6 +131,8 @@ class TestPolicies:
             ({"policy": "fixed"}, TypeError, "DraftPolicy"),
             ({"acceptance": "maybe"}, ValueError, "'match' or 'typical'"),
             ({"posterior_alpha": 0.3}, ValueError, "thresholds"),
+            ({"acceptance": "typical", "posterior_threshold": 0.0}, ValueError, "acceptance"),
+            ({"acceptance": "typical", "posterior_alpha": 1.5}, ValueError, "acceptance"),
             ({"compile": "no such backend"}, ValueError, "is not a backend"),
             ({"speed": 3}, TypeError, "speed"),
         ],

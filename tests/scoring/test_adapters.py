@@ -16,14 +16,14 @@ from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import CACHE_NAME
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.models import unwrap
-from hf_speculate.scoring.adapters import active_adapters, adapter_fingerprints, outdated_peft
+from hf_speculate.scoring.adapters import active_adapters, adapter_fingerprints
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import TreeRow
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.origin.targets import adapter_mismatch
 
 from ..support.adapters import perturbed
-from ..support.clocks import ForwardClock
+from ..support.decoding import ForwardClock
 from ..support.models import VOCAB_SIZE
 from ..support.tiny_heads import write_eagle_head
 
@@ -203,27 +203,6 @@ class TestNames:
         assert active_adapters(model) == "first+second"
         adapted.unmerge_adapter()
         assert active_adapters(adapted.merge_and_unload()) == ""
-
-    def test_of_rows(self, adapted, prompt):
-        seen = []
-        model = unwrap(adapted)
-        hook = model.register_forward_pre_hook(lambda _module, _args: seen.append(active_adapters(model)))
-        ids = torch.cat([prompt(5)] * 2)
-        adapted.generate(input_ids=ids, adapter_names=["second", "__base__"], max_new_tokens=1)
-        hook.remove()
-        assert seen == ["second|__base__"]
-        assert active_adapters(unwrap(adapted)) == "first"
-
-    def test_of_none(self, tiny_model):
-        assert active_adapters(tiny_model()) == ""
-
-    @pytest.mark.skipif(bool(outdated_peft()), reason=outdated_peft())
-    def test_of_prompt_learning(self, tiny_model, prompt):
-        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        model = peft.get_peft_model(copy.deepcopy(tiny_model()), config, "soft").eval()
-        speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-        model.generate(input_ids=prompt(9), max_new_tokens=8, speculator=speculator)
-        assert list(speculator.adapter_stats) == ["soft"]
 
 
 class TestHeadsForAnAdapter:

@@ -8,20 +8,18 @@ import threading
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_speculate
 from hf_speculate import DraftTree, Speculator
-from hf_speculate.cache import as_cache
-from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import SpeculateError
 from hf_speculate.scoring import attention
 from hf_speculate.scoring.attention import TreeAttention, fold, grouped_sdpa, head_groups, install_attention
-from hf_speculate.scoring.scoring import Scorer
 from hf_speculate.testing import RandomDrafter
 
 from ..support.models import VOCAB_SIZE
+from ..support.requests import prefilled
 
 
 # Of outputs that are means of standard normal values.
@@ -154,23 +152,12 @@ def test_masks_of_others_reach_stock_as_they_are(mask, monkeypatch):
 # The model's forward.
 
 
-def prefill(model, rows, *, ragged=False):
-    """A scorer behind left-padded texts; ragged: rows of different lengths in the cache as well."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in rows])
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in rows])
-    cache = TreeCache(DynamicCache(), len(rows))
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask, position_ids=positions, **as_cache(cache.cache))
-    cache.commit_appended()
-    if ragged:
-        cache.truncate([width - row for row in range(len(rows))])
-    return Scorer(model, cache, None if mask.all() else mask), [int(row.sum()) for row in mask]
-
-
-def scored(model, rows, tree, form, monkeypatch, **kwargs):
+def scored(model, rows, tree, form, monkeypatch, ragged):
+    """Behind left-padded texts; ragged: rows have different lengths in the cache as well."""
     monkeypatch.setenv("HF_SPECULATE_ATTENTION", form)
-    scorer, positions = prefill(model, rows, **kwargs)
+    scorer, positions = prefilled(model, rows)
+    if ragged:
+        scorer.cache.truncate([max(map(len, rows)) - row for row in range(len(rows))])
     assert scorer.attention.form == form
     return scorer(tree, positions).logits
 
@@ -203,7 +190,7 @@ def test_levels_behind_cached_nodes_are_those_of_stock_attention(tiny_model, mon
     found = {}
     for form in ("stock", "folded"):
         monkeypatch.setenv("HF_SPECULATE_ATTENTION", form)
-        scorer, positions = prefill(model, ROWS["single"])
+        scorer, positions = prefilled(model, ROWS["single"])
         scorer(tree.first(2), positions)
         found[form] = scorer(tree, positions, num_cached=3).logits
     error = (found["folded"] - found["stock"]).abs().max().item()

@@ -18,7 +18,6 @@ from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache import TreeCache
 from hf_speculate.compilation import Compiler
 from hf_speculate.scoring import Scorer, backends, backends_in_use, exact_scorer, filler_cache, tree_backends
-from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import RandomDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads
@@ -55,23 +54,6 @@ def switched(monkeypatch):
 
 @pytest.mark.usefixtures("cpu_chooses")
 class TestTheContext:
-    def test_cudnn_is_off_inside_and_restored(self):
-        with tree_backends(CPU):
-            assert not cuda.cudnn_sdp_enabled()
-            assert cuda.flash_sdp_enabled()
-        assert cuda.cudnn_sdp_enabled()
-
-    def test_restored_after_an_error_and_a_return(self):
-        def leave():
-            with tree_backends(CPU):
-                return cuda.cudnn_sdp_enabled()
-
-        with pytest.raises(ValueError, match="of the model"), tree_backends(CPU):
-            raise ValueError("of the model")
-        assert cuda.cudnn_sdp_enabled()
-        assert not leave()
-        assert cuda.cudnn_sdp_enabled()
-
     def test_nested(self, switched):
         with tree_backends(CPU):
             with tree_backends(CPU):
@@ -118,30 +100,6 @@ class TestTheContext:
         assert has_left.wait(5)
         thread.join()
         assert cuda.cudnn_sdp_enabled()
-
-    def test_many_threads(self):
-        start, seen = threading.Barrier(4), set()
-
-        def work():
-            start.wait(5)
-            for _ in range(300):
-                with tree_backends(CPU), tree_backends(CPU):
-                    seen.add(cuda.cudnn_sdp_enabled())
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert seen == {False}
-        assert cuda.cudnn_sdp_enabled()
-
-    def test_names_for_reports(self):
-        assert backends_in_use(CPU) == "flash, efficient, math"
-        with tree_backends(CPU):
-            assert backends_in_use(CPU) == "flash, efficient, math"
-        found = environment(CPU)
-        assert (found["attention"], found["cudnn_in_plain_generate"]) == ("flash, efficient, math", True)
 
     @pytest.mark.usefixtures("fresh_dynamo")
     def test_nothing_is_done_in_a_compiled_function(self, switched):
@@ -202,16 +160,6 @@ class TestGenerate:
         model.generate(prompt(9), **REQUEST)
         assert {is_on for _, is_on in attended.seen} == {True}
 
-    def test_restored_after_an_error_in_a_forward(self, attended, prompt):
-        def fail(module, arguments):
-            if not cuda.cudnn_sdp_enabled():
-                raise ValueError("of the model")
-
-        attended.model.model.layers[1].register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="of the model"):
-            attended.model.generate(prompt(9), **REQUEST, speculator=Speculator(RandomDrafter(vocab_size=VOCAB)))
-        assert cuda.cudnn_sdp_enabled()
-
     @pytest.mark.parametrize("is_exact", [False, True])
     def test_exact_forwards_use_stocks(self, attended, switched, is_exact):
         """They have to get the bits of plain `generate`."""
@@ -249,13 +197,3 @@ class TestGenerate:
         model.generate(prompt(9), **REQUEST, speculator=Speculator(drafter, compile="eager"))
         assert len(seen) > 1
         assert {name for name, found in seen.items() if found != {False}} == set()
-
-
-def test_statistics_say_which_backends_could_run():
-    stats, call = SpeculationStats(), SpeculationStats(calls=1)
-    call.attention["flash, efficient, math"] += 1
-    stats.merge(call)
-    stats.merge(call)
-    assert stats.to_dict()["attention"] == {"flash, efficient, math": 2}
-    assert "attention          flash, efficient, math" in stats.summary()
-    assert "attention" not in SpeculationStats(calls=1).summary()

@@ -7,48 +7,27 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
 from hf_speculate import Speculator
-from hf_speculate.cache import CACHE_NAME, cache_of
-from hf_speculate.scoring.positions import longrope_switch, num_positions, takes_position_ids
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.scoring.positions import takes_position_ids
+from hf_speculate.testing import ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.criteria import EndsRows
-from ..support.hooks import all_rows_stay
 from ..support.inputs import padded_batch, random_prompt
-from ..support.models import SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_gpt2, build_tiny_model, random_model
-
-
-def config_of(kind, size):
-    opt = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "init_std": 0.3}
-    return {
-        "opt": lambda: OPTConfig(
-            vocab_size=VOCAB_SIZE, max_position_embeddings=size, word_embed_proj_dim=32, **opt, **SPECIAL_TOKENS
-        ),
-        "bloom": lambda: BloomConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, **SPECIAL_TOKENS
-        ),
-        "mpt": lambda: MptConfig(
-            vocab_size=VOCAB_SIZE,
-            d_model=32,
-            n_heads=4,
-            n_layers=2,
-            max_seq_len=size,
-            use_cache=True,
-            initializer_range=0.3,
-            **SPECIAL_TOKENS,
-        ),
-    }[kind]()
+from ..support.models import SPECIAL_TOKENS, VOCAB_SIZE, build_tiny_gpt2, build_tiny_model, build_tiny_opt, random_model
 
 
 @cache
 def build(kind, size, seed=0):
-    if kind == "gpt2":
-        return build_tiny_gpt2(num_positions=size, seed=seed)
-    classes = {"opt": OPTForCausalLM, "bloom": BloomForCausalLM, "mpt": MptForCausalLM}
-    return random_model(classes[kind], config_of(kind, size), seed)
+    if kind in ("gpt2", "opt"):
+        return {"gpt2": build_tiny_gpt2, "opt": build_tiny_opt}[kind](num_positions=size, seed=seed)
+    common = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.3, **SPECIAL_TOKENS}
+    if kind == "bloom":
+        return random_model(BloomForCausalLM, BloomConfig(hidden_size=32, n_layer=2, n_head=4, **common), seed)
+    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": size}
+    return random_model(MptForCausalLM, MptConfig(**sizes, use_cache=True, **common), seed)
 
 
 def run(model, inputs, speculator=None, **request):
@@ -153,28 +132,6 @@ class TestDraftModel:
         target, inputs = build("gpt2", 128), padded_batch(random_prompt, lengths)
         assert_same(target, inputs, self.speculator(target, kind, top_k), max_new_tokens=30, **request_)
 
-    @pytest.mark.parametrize("ends", [(9, 30, 20), (30, 12, 6)])
-    def test_rows_that_ended_behind_the_table_and_stay(self, kind, top_k, ends):
-        """As where a hook holds a value for each row: the others may still be within the table."""
-        target, inputs = build("gpt2", 128), padded_batch(random_prompt, (25, 3, 14))
-        criteria = [EndsRows(inputs["input_ids"], ends)]
-        speculator = self.speculator(target, kind, top_k)
-        with all_rows_stay(target):
-            assert_same(target, inputs, speculator, max_new_tokens=40, stopping_criteria=criteria)
-        assert speculator.stats.drafted_tokens > 0
-
-    def test_a_second_turn_behind_the_table(self, kind, top_k):
-        target, speculator = build("gpt2", 128), self.speculator(build("gpt2", 128), kind, top_k)
-        texts = []
-        for chosen in (None, speculator):
-            text, cache = random_prompt(9), None
-            for _ in range(4):
-                inputs = {"input_ids": text, CACHE_NAME: cache}
-                output = run(target, inputs, chosen, max_new_tokens=10, return_dict_in_generate=True)[0]
-                text, cache = torch.cat([output.sequences, random_prompt(3)], dim=1), cache_of(output)
-            texts.append(text)
-        assert torch.equal(*texts)
-
 
 @pytest.mark.parametrize("kind", ["bloom", "mpt"])
 class TestNoPositionIds:
@@ -201,20 +158,6 @@ class TestNoPositionIds:
         speculator = Speculator(DraftModelDrafter(build(kind, 32, 1), DraftModelOptions(depth=3)))
         assert_same(target, inputs, speculator, max_new_tokens=20)
         assert speculator.stats.drafted_tokens > 0
-
-
-def test_what_configs_say():
-    assert num_positions(build_tiny_model().config) is None, "RoPE has any"
-    assert num_positions(build("gpt2", 32).config) == num_positions(config_of("opt", 32)) == 32
-    assert longrope_switch(build_tiny_model().config) is None
-
-
-def test_guesses_at_the_end_of_the_table():
-    model, inputs = build("gpt2", 32), {"input_ids": random_prompt(31)}
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
-    assert_same(model, inputs, speculator, max_new_tokens=1)
-    assert_same(model, inputs, speculator, max_new_tokens=2)
-    assert not speculator.stats.drafted_tokens
 
 
 def test_a_forward_that_is_replaced_is_looked_at_again():

@@ -176,13 +176,6 @@ def test_a_model_in_training_mode_is_not_recorded(device, replays, prompt):
     assert speculator.stats.fallbacks == {"not recorded: the model is in training mode": 1}
 
 
-def test_compile_false_records_nothing(device, replays, prompt):
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB, max_nodes=6), adaptive=False, compile=False)
-    device.place(target()).generate(prompt(9).to(device.name), **PLAIN, **GREEDY, speculator=speculator)
-    assert not replays.names
-    assert not speculator.stats.fallbacks
-
-
 def test_a_request_that_is_interrupted_leaves_a_cache_to_go_on_with(device, replays, prompt):
     batch, request = {"input_ids": prompt(9)}, {**PLAIN, **GREEDY, "max_new_tokens": 24}
     (text,) = plain_text(target(), batch, request)

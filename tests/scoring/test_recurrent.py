@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.drafting.features import RAW_LAST
-from hf_speculate.errors import CacheStateError
 from hf_speculate.request.trial import run_trial
 from hf_speculate.scoring import Scorer, recurrent
 from hf_speculate.scoring.recurrent import MAX_RERUN, RecurrentCache, RecurrentForward
@@ -17,7 +16,7 @@ from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 from hf_speculate.tree import DraftTree
 
 from ..support.inputs import padded_batch
-from ..support.models import SIZES, VOCAB_SIZE
+from ..support.models import SIZES, VOCAB_SIZE, build_tiny_lfm2, random_model
 from ..support.recording import Tapping
 
 
@@ -35,19 +34,12 @@ def qwen3_next():
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
     )
-    return Qwen3NextForCausalLM(config)
+    return random_model(Qwen3NextForCausalLM, config)
 
 
-def lfm2():
-    return Lfm2ForCausalLM(Lfm2Config(**SIZES, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2))
-
-
-@pytest.fixture(params=[qwen3_next, lfm2], ids=["qwen3_next", "lfm2"])
+@pytest.fixture(params=[qwen3_next, build_tiny_lfm2], ids=["qwen3_next", "lfm2"])
 def model(request):
-    torch.manual_seed(0)
-    model = request.param().eval().requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
+    return request.param()
 
 
 def drafters(continuation):
@@ -166,11 +158,6 @@ class TestStates:
         found = model(ids[:, 8 + kept : 9 + kept] if kept < 4 else prompt(1), **as_cache(scorer.cache.cache))
         text = ids[:, : 9 + kept] if kept < 4 else torch.cat([ids, prompt(1)], dim=1)
         assert torch.allclose(found.logits[0, -1], model(text).logits[0, -1], atol=1e-4)
-
-    def test_truncating_behind_the_copy_is_refused(self, model, prompt):
-        scorer = prefilled(model, prompt(8))
-        with pytest.raises(CacheStateError, match="recurrent states are known for 8 to 8"):
-            scorer.cache.truncate([7])
 
 
 def test_taps_show_the_states_of_the_text_though_tokens_are_run_again(model, prompt):

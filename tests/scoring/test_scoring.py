@@ -6,33 +6,17 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, Qwen2Config
 
 from hf_speculate import DraftTree, Speculator
-from hf_speculate.cache import as_cache
-from hf_speculate.cache.tree_cache import TreeCache
-from hf_speculate.scoring import Scorer, supported_shape
 from hf_speculate.scoring.positions import DepthLimit, has_length_dependent_rope
 from hf_speculate.testing import RandomDrafter
 
-from ..support.models import VOCAB_SIZE
+from ..support.models import VOCAB_SIZE, build_tiny_gpt2
+from ..support.requests import prefilled
 
 
 # eager's soft-max is fp32 whatever the model's dtype.
 TOLERANCE = {"sdpa": 1e-10, "eager": 5e-5}
-
-
-def prefill(model, texts, shape="tree"):
-    """A scorer over the texts, left padded to one width, and the position of each row's next token."""
-    width = max(map(len, texts))
-    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
-    is_padded = not mask.all()
-    cache = TreeCache(DynamicCache(), len(texts))
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask if is_padded else None, position_ids=positions, **as_cache(cache.cache))
-    cache.commit_appended()
-    return Scorer(model, cache, mask if is_padded else None, shape), list(map(len, texts))
 
 
 def path_to(tree, row, node):
@@ -77,7 +61,7 @@ class TestTreeForward:
         model = tiny_model(architecture, attention=attention, dtype=dtype_for(attention, len(set(lengths)) > 1))
         texts = texts_of(prompt, *lengths)
         for seed in range(2):
-            scorer, positions = prefill(model, texts)
+            scorer, positions = prefilled(model, texts)
             tree = random_tree(seed, len(texts), VOCAB_SIZE)
             output = scorer(tree, positions)
             assert output.logits.shape == (len(texts), tree.num_nodes, VOCAB_SIZE)
@@ -88,7 +72,7 @@ class TestTreeForward:
     ):
         model = tiny_model(architecture, attention=attention, dtype=dtype_for(attention, True))
         texts = texts_of(prompt, 5, 8)
-        scorer, _ = prefill(model, texts)
+        scorer, _ = prefilled(model, texts)
         for seed, nodes in enumerate(([2, 4], [3, 0], [0, 3])):
             tree = random_tree(seed + 4, 2, VOCAB_SIZE, max_nodes=16)
             output = scorer(tree, list(map(len, texts)))
@@ -105,7 +89,7 @@ class TestTreeForward:
         tokens = torch.arange(14).view(2, 7) + 3
         parents = (-1, 0, 0, 1, 1, 2, 3)
         tree = DraftTree(tokens, parents)
-        scorer, positions = prefill(model, texts)
+        scorer, positions = prefilled(model, texts)
         at_once = scorer(tree, positions).logits
         scorer.cache.restore()
         levels = []
@@ -121,17 +105,22 @@ class TestMaskForms:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
     def test_a_tree_mask_is_additive_and_of_the_models_dtype(self, tiny_model, prompt, random_tree, attention, dtype):
         model = tiny_model(attention=attention, dtype=dtype)
-        scorer, _ = prefill(model, texts_of(prompt, 5))
+        scorer, _ = prefilled(model, texts_of(prompt, 5))
         mask = scorer.mask(random_tree(1, 1, VOCAB_SIZE))
         assert mask.dtype == dtype
         assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
 
+    def test_under_autocast_it_is_of_the_dtype_of_the_keys(self, prompt, random_tree):
+        with torch.autocast("cpu", torch.bfloat16):
+            scorer, _ = prefilled(build_tiny_gpt2(), texts_of(prompt, 5))
+        assert scorer.mask(random_tree(1, 1, VOCAB_SIZE)).dtype == torch.bfloat16
+
     def test_a_root_over_a_prefix_without_holes_needs_no_mask(self, tiny_model, prompt):
-        scorer, _ = prefill(tiny_model(), texts_of(prompt, 5))
+        scorer, _ = prefilled(tiny_model(), texts_of(prompt, 5))
         assert scorer.mask(DraftTree.root_only(torch.tensor([3]))) is None
 
     def test_holes_and_padding_are_hidden_from_every_node(self, tiny_model, prompt):
-        scorer, positions = prefill(tiny_model(), texts_of(prompt, 3, 5))
+        scorer, positions = prefilled(tiny_model(), texts_of(prompt, 3, 5))
         tree = DraftTree.chain(torch.tensor([[3, 4, 5], [6, 7, 8]]))
         scorer(tree, positions)
         scorer.cache.keep([[0], [0, 1, 2]])
@@ -141,25 +130,18 @@ class TestMaskForms:
 
     def test_chains_get_the_models_own_causal_mask(self, tiny_model, prompt):
         chain = DraftTree.chain(torch.tensor([[3, 4, 5], [6, 7, 8]]))
-        scorer, _ = prefill(tiny_model(), texts_of(prompt, 5, 5), shape="chain")
+        scorer, _ = prefilled(tiny_model(), texts_of(prompt, 5, 5), shape="chain")
         assert scorer.mask(chain) is None
-        scorer, _ = prefill(tiny_model(), texts_of(prompt, 3, 5), shape="chain")
+        scorer, _ = prefilled(tiny_model(), texts_of(prompt, 3, 5), shape="chain")
         assert scorer.mask(chain).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8]
 
 
 class TestAttentionThatTakesNoTree:
-    def test_it_is_known_to_take_chains_only(self, tiny_model, chain_only):
-        model = tiny_model(attention=chain_only, dtype=torch.float64)
-        assert supported_shape(model, DynamicCache()) == (
-            "chain",
-            f"attention {chain_only!r} takes no tree mask: chains only",
-        )
-
     @pytest.mark.parametrize("lengths", [(6,), (6, 3)], ids=["one", "padded"])
     def test_chains_score_right(self, tiny_model, prompt, chain_only, lengths):
         model, plain = (tiny_model(attention=name, dtype=torch.float64) for name in (chain_only, "sdpa"))
         texts = texts_of(prompt, *lengths)
-        scorer, positions = prefill(model, texts, shape="chain")
+        scorer, positions = prefilled(model, texts, shape="chain")
         tree = DraftTree.chain(torch.arange(4 * len(texts)).view(len(texts), 4) + 3)
         assert_nodes_right(plain, texts, tree, scorer(tree, positions).logits)
 
@@ -176,22 +158,6 @@ class TestAttentionThatTakesNoTree:
         output = model.generate(**inputs, speculator=speculator, return_dict_in_generate=True)
         assert torch.equal(output.sequences, model.generate(**inputs))
         assert any("chains only" in reason for reason in output.speculation.fallbacks)
-
-
-class TestSupportedShape:
-    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-    def test_trees_need_no_excuse(self, tiny_model, attention):
-        assert supported_shape(tiny_model(attention=attention), DynamicCache()) == ("tree", "")
-
-    def test_sliding_windows_take_trees(self, tiny_model):
-        config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-        assert supported_shape(tiny_model(), DynamicCache(config=config)) == ("tree", "")
-
-    def test_layers_that_cannot_be_indexed_take_no_drafts(self, tiny_model):
-        config = LlamaConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-        shape, reason = supported_shape(tiny_model(), DynamicCache(config=config))
-        assert shape == "single"
-        assert "LinearAttentionLayer" in reason
 
 
 def rope_config(tiny_model, **parameters):

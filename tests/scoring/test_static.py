@@ -20,7 +20,6 @@ from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
-from ..support.inputs import character_tokenizer
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick
 
@@ -161,33 +160,6 @@ def test_hooks_that_come_and_go_between_calls_count(tiny_model, prompt):
     handle.remove()
     assert new_tokens(model, prompt(10), speculator) == plain
     assert not speculator.stats.fallbacks
-
-
-def test_the_tokenizer_of_stop_strings_is_no_reason_not_to_compile(tiny_model, prompt):
-    """Nor to keep finished rows in the forwards: it is no argument of theirs."""
-    model, tokenizer = model_of(tiny_model), character_tokenizer()
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
-    request = {"max_new_tokens": 12, "do_sample": False, "stop_strings": ["zz"], "tokenizer": tokenizer}
-    found = model.generate(prompt(10), speculator=speculator, **request)
-    assert found.tolist() == model.generate(prompt(10), **request).tolist()
-    assert not speculator.stats.fallbacks
-
-
-@pytest.mark.rest
-def test_hooks_that_change_more_often_than_dynamo_compiles(tiny_model, prompt):
-    model = model_of(tiny_model)
-    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
-    for scale in range(10):
-        hook = model.model.layers[0].mlp.register_forward_hook(lambda _module, _args, output, by=scale: output * by)
-        assert new_tokens(model, prompt(10), speculator) == new_tokens(model, prompt(10)), scale
-        hook.remove()
-    (reason,) = speculator.stats.fallbacks
-    assert "did not compile" in reason
-
-
-def test_an_unknown_backend():
-    with pytest.raises(ValueError, match=r"compile='inducto' is not a backend of torch.compile; possible: .*inductor"):
-        Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="inducto")
 
 
 def _compile_with(backend):

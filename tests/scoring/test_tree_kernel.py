@@ -16,7 +16,7 @@ from jaxtyping import jaxtyped
 from torch.nn import functional
 
 from hf_speculate.scoring import tree_kernel
-from hf_speculate.scoring.tree_kernel import TreePlace, has_kernel, num_splits
+from hf_speculate.scoring.tree_kernel import TreePlace, has_kernel
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 
@@ -141,14 +141,6 @@ def test_short_prefixes_leave_splits_empty(interpreted, monkeypatch, lengths):
     assert_near(tree_attention(query, keys, values, place), reference(query, keys, values, place), torch.float32)
 
 
-def test_nodes_may_see_only_themselves(interpreted):
-    shape = (1, 2, 1, 40, 128, 200)  # the tree has three tiles of keys
-    query, keys, values, place = random_inputs(shape, torch.float32, shared=True)
-    place = replace(place, ends=place.starts, ancestors=torch.eye(40, dtype=torch.bool)[None])
-    expected = values[:, 0, place.base : place.base + 40, None].expand(-1, -1, 2, -1)
-    torch.testing.assert_close(tree_attention(query, keys, values, place), expected, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
 def test_a_node_that_overflows_spoils_only_those_that_see_it(interpreted, what):
     query, keys, values, place = random_inputs((1, 4, 2, 9, 16, 80), torch.float32, shared=True)
@@ -219,23 +211,6 @@ def test_the_host_reads_shapes_only(launches, shared):
     assert outputs.shape == (3, 2, 14, 64)
     with pytest.raises(RuntimeError, match="meta"):
         others[2].item()
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "capacity", "expected"),
-    [(14, 2, 64, 2048, 2 * 17 * 2), (14, 2, 64, 8192, 2 * 65 * 2), (32, 8, 128, 2048, 17 * 8), (32, 8, 128, 8192, 264)],
-)
-def test_programs_fill_an_h100(launches, num_heads, num_kv_heads, head_dim, capacity, expected):
-    shape = (1, num_heads, num_kv_heads, 16, head_dim, capacity)
-    tree_attention(*random_inputs(shape, torch.bfloat16, shared=True))
-    blocks, parts, pairs = launches[0].grids[0]
-    assert blocks * parts * pairs == expected
-
-
-def test_there_is_a_split_at_least():
-    assert num_splits(64, 32, 2, 4096) == 1
-    assert num_splits(1, 1, 1, 16) == 1
-    assert num_splits(1, 1, 1, 10**6, num_processors=100) == 199
 
 
 def compile_for_hopper(kernel, pointers, constants):

@@ -1,8 +1,12 @@
-"""Stopping criteria as users write them."""
+"""Stopping criteria and hooks as users write them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import nn
 from transformers import StoppingCriteria
 
 
@@ -36,3 +40,13 @@ class EndsRows(StoppingCriteria):
         num_new = input_ids.shape[1] - self.width
         done = [num_new >= self.ends[tuple(row)] for row in input_ids[:, : self.width].tolist()]
         return torch.tensor(done)
+
+
+@contextmanager
+def all_rows_stay(model: nn.Module) -> Iterator[None]:
+    """A hook of a user that may hold a value for each row: no row that has ended leaves the forwards of `model`."""
+    handle = model.register_forward_hook(lambda module, args, output: None)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,4 +1,4 @@
-"""Simulated decoding with the adaptive policy, where rounds take what they are said to: nothing looks at a clock."""
+"""Simulated decoding with the adaptive policy, where rounds and forwards take what they are said to."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hf_speculate.policy import NOTHING, Acceptance, Situation
 from hf_speculate.policy.adaptive import AdaptiveSession, Known
 from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.tree import DraftTree, Round, RoundSeconds, TreeRow
+from hf_speculate.tree import round as round_clock
 
 
 def situation(*rows, context=0):
@@ -142,3 +143,15 @@ def best_fixed(slope, sureness, children=2, num_rounds=3000, level=0.1):
             tokens = sum(1 + sum(p**d * (p + extra * p * (1 - p)) for d in range(depth)) for p in sures)
             rates.append(tokens / num_rounds / (1 + slope * depth * both + level * depth))
     return max(1.0, *rates)
+
+
+class ForwardClock:
+    """Stands in for the clock: a forward over one node takes a second, each further node `slope` of one."""
+
+    def __init__(self, monkeypatch, model, slope=0.1):
+        self.now, self.slope = 0.0, slope
+        monkeypatch.setattr(round_clock.time, "perf_counter", lambda: self.now)
+        self.hook = model.register_forward_pre_hook(self.tick, with_kwargs=True)
+
+    def tick(self, _module, _args, kwargs):
+        self.now += 1 + self.slope * (kwargs["input_ids"].shape[1] - 1)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_speculate import AutoSpeculator
 from hf_speculate_plugins.draft_model import DraftModelDrafter
@@ -18,7 +17,7 @@ from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
 
 from .block_heads import random_block
-from .models import SIZES
+from .models import build_tiny_model
 
 
 HIDDEN, VOCAB, DEPTH = 32, 96, 7
@@ -29,24 +28,10 @@ SHAPES = {
 }
 
 
-@cache
-def target(
-    architecture: str = "llama",
-    tied: bool = False,
-    dtype: torch.dtype = torch.float32,
-    depth: int = DEPTH,
-    initializer_range: float = 0.3,
-):
+def target(architecture="llama", tied=False, dtype=torch.float32, depth=DEPTH, initializer_range=0.3):
     """A random causal LM of `DEPTH` layers, which is what EAGLE-3 heads need at least. Cached: do not modify it."""
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
-        architecture
-    ]
-    sizes = SIZES | {"num_hidden_layers": depth, "initializer_range": initializer_range}
-    config = config_class(**sizes, tie_word_embeddings=tied)
-    torch.manual_seed(3)
-    model = model_class(config).eval().to(dtype).requires_grad_(False)
-    model.generation_config.pad_token_id = 0
-    return model
+    sizes = {"num_layers": depth, "initializer_range": initializer_range}
+    return build_tiny_model(architecture, tied, dtype=dtype, seed=3, **sizes)
 
 
 @cache

@@ -12,8 +12,8 @@ from hf_speculate.testing import ScriptedDrafter
 from .models import VOCAB_SIZE
 
 
-def assert_cache_is_fresh(model, cache, ids, atol, rows=None):
-    """Compares the entries of `cache` with a prefill of `ids` [1, T] (or of each row up to its length)."""
+def assert_cache_is_fresh(model, cache, ids, atol):
+    """Compares the entries of `cache` with a prefill of `ids` [1, T]."""
     fresh = DynamicCache(config=model.config)
     model(ids, **as_cache(fresh), use_cache=True)
     for ours, plain in zip(cache.layers, fresh.layers, strict=True):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PretrainedConfig,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -39,7 +44,7 @@ SIZES = {
 CHAIN_ONLY = "rejects_4d_masks"
 
 
-def random_model(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def random_model(model_class: Callable[[Any], PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
     """Weights of `seed`, whatever was drawn before; the generator is left as it was. Padding is token 0."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -67,12 +72,10 @@ def build_tiny_model(
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "mistral": (MistralConfig, MistralForCausalLM),
     }[architecture]
-    rope = config_kwargs.pop("rope", None)
-    sizes = SIZES | {"vocab_size": vocab_size, "max_position_embeddings": max_positions}
-    rope_parameters = {"rope_parameters": dict(rope)} if rope else {}
-    config = config_class(
-        **sizes, num_hidden_layers=num_layers, tie_word_embeddings=tied, **rope_parameters, **config_kwargs
-    )
+    options = {"vocab_size": vocab_size, "max_position_embeddings": max_positions, "num_hidden_layers": num_layers}
+    if rope := config_kwargs.pop("rope", None):
+        options["rope_parameters"] = dict(rope)
+    config = config_class(**SIZES | options | config_kwargs, tie_word_embeddings=tied)
     config._attn_implementation = attention
     return random_model(model_class, config, seed).to(dtype)
 
@@ -86,6 +89,20 @@ def build_tiny_gpt2(attention: str = "sdpa", num_positions: int = 64, num_layers
     return random_model(GPT2LMHeadModel, config, seed)
 
 
+@cache
+def build_tiny_opt(num_positions: int = 64, seed: int = 0):
+    """A table of positions that begins at 2. Cached: tests must not modify it."""
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": num_positions, "init_std": INITIALIZER_RANGE}
+    return random_model(OPTForCausalLM, OPTConfig(vocab_size=VOCAB_SIZE, **sizes, **SPECIAL_TOKENS), seed)
+
+
+def build_tiny_lfm2():
+    """Short convolutions, whose states are recurrent, and attention."""
+    kinds = ["conv", "full_attention"] * 2
+    return random_model(Lfm2ForCausalLM, Lfm2Config(**SIZES, num_hidden_layers=4, layer_types=kinds))
+
+
 def chain_only_attention(module, query, key, value, attention_mask, **kwargs):
     """Stands for flash attention: causal by itself, takes the 2-D padding mask, cannot take a tree's."""
     assert attention_mask is None or attention_mask.dim() == 2, f"a {attention_mask.dim()}-D mask reached the kernel"
@@ -96,6 +113,16 @@ def chain_only_attention(module, query, key, value, attention_mask, **kwargs):
     # A padding query that sees nothing would be NaN; it may see itself.
     mask = mask | torch.eye(num_keys, dtype=torch.bool)[-num_queries:]
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    """Everything about a model, and the random numbers, that a request might leave changed."""
+    hooks = [(list(m._forward_hooks.items()), list(m._forward_pre_hooks.items())) for m in model.modules()]
+    ids = [{name: id(value) for name, value in vars(module).items()} for module in model.modules()]
+    config, generation = model.config.to_dict(), model.generation_config.to_dict()
+    weights = [(id(p), p.grad, p.requires_grad, p._version) for p in model.parameters()]
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_rng_state().tolist()
+    return hooks, ids, config, model.config._attn_implementation, generation, weights, modes
 
 
 class Experts(nn.Module):

@@ -29,18 +29,13 @@ It has its own random numbers: where CUDA draws others than a CPU, this device d
 gives the same text on both.
 
 Not emulated:
-- anything about time, memory, streams, events: nothing is late, so nothing is seen of a non-blocking copy to the host
-  that is read too early (it counts as a download), and memory that is asked to be pinned is ordinary memory;
-- fixed addresses of CUDA graphs: a replay runs the function again. So it reads a new tensor where CUDA reads the
-  recorded one, and a changed Python number. A non-blocking copy into pinned memory, which CUDA can record, is refused;
-- kernels that CUDA fuses or splits: `scaled_dot_product_attention` counts as its parts (6 to 8), an assignment of a
-  number as 2, a sort as 1;
-- writing a single value through a mask, of which CUDA may make a fill without asking how many there are: counted;
-- kernels: arithmetic is a CPU's, for every dtype; an index out of range is an error at once; what only some kernels of
-  CUDA refuse (dtypes, alignment, sizes) is taken. Which operations take CPU scalars is known by their tag only;
-- host waits that are inside a kernel of CUDA and not in its signature (checks of `torch.linalg`, `torch.multinomial`);
-- compilers: nothing can be traced or compiled under it;
-- autograd through a copy between devices, in-place changes of shape, tensors that share memory with NumPy, DLPack;
+- time, memory, streams, events: nothing is late, and pinned memory is ordinary memory;
+- fixed addresses of CUDA graphs: a replay runs the function again, on new tensors and Python numbers. A non-blocking
+  copy into pinned memory, which CUDA can record, is refused;
+- kernels: arithmetic is a CPU's. `scaled_dot_product_attention` counts as its parts (6 to 8), an assignment of a number
+  as 2. What only some kernels of CUDA refuse (dtypes, alignment, sizes) is taken;
+- host waits that are inside a kernel of CUDA and not in its signature (`torch.linalg`, `torch.multinomial`);
+- compilers, autograd through a copy between devices, in-place changes of shape, NumPy, DLPack;
 - `torch.cuda`: code that asks for "cuda" by name takes its path for other devices.
 
 How: a tensor is a wrapper with the device type "privateuseone", which PyTorch leaves to others, around a tensor of the

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from .inputs import padded_batch, random_prompt
@@ -16,6 +19,19 @@ from .models import VOCAB_SIZE
 
 SEED = 6
 BATCH = padded_batch(random_prompt, (9, 5, 7))
+
+
+def prefilled(model, texts, shape="tree"):
+    """A scorer behind texts that are left padded to one width, and the position of each row's next token."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    is_padded = not mask.all()
+    cache = TreeCache(DynamicCache(), len(texts))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    model(ids, attention_mask=mask if is_padded else None, position_ids=positions, **as_cache(cache.cache))
+    cache.commit_appended()
+    return Scorer(model, cache, mask if is_padded else None, shape), list(map(len, texts))
 
 
 def run(model, speculator=None, **request):

@@ -90,15 +90,6 @@ def test_what_does_otherwise_is_not(kernel, wrong):
     assert tuple(map(bool, (natively._draw, natively._argmax, natively._probable))) == wanted
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_tokens_of_several_rows_are_chosen_as_torch_does(dtype, kernel):
-    natively.stand_in(kernel)
-    scores = torch.randn(7, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scores[4] = torch.nan
-    for rows in (scores, scores[1:2], scores[::2], scores[:, ::3], scores[:, 5:90], scores[:0]):
-        assert natively.argmax(rows) == rows.float().argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("num_before", [0, 1, 5, 623, 624])
 @pytest.mark.parametrize("count", [1, 7, 8, 511, 513, 40_000])
 def test_the_kernel_draws_what_torch_does(num_before, count, kernel):

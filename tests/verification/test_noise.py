@@ -56,15 +56,6 @@ def test_the_rng_is_left_where_stock_leaves_it(batch_size, num_ahead, num_steps,
     assert torch.equal(torch.get_rng_state(), states[num_steps])
 
 
-def test_a_row_is_drawn_once():
-    noise = Noise(2, 16, CPU)
-    first = noise.row(2).clone()
-    state = torch.get_rng_state()
-    assert torch.equal(noise.row(2), first)
-    noise.row(0)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_released_rows_are_gone_and_the_others_are_the_same():
     noise = Noise(1, 16, CPU)
     rows = [noise.row(step).clone() for step in range(5)]

@@ -224,11 +224,6 @@ class TestTiers:
         assert reference.new_tokens[0][0] == 2
         assert_same_outcome(run("prefix", combination, random_tree, **case), reference)
 
-    @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_the_tier_follows_processors_and_device(self, device):
-        sampler = Sampler(LogitsProcessorList([lp.TopKLogitsWarper(2)]), None, Records())
-        assert sampler.tier(torch.device(device)) == {"cpu": "walk", "cuda": "scores"}[device]
-
 
 class TestWalk:
     """The reference itself, beside stock's loop written out."""
@@ -265,18 +260,6 @@ class TestWalk:
         assert verdict.paths == [[0, 2, 3]]
         assert verdict.tokens == [[3, 5, 4]]
         assert verdict.num_accepted == [2]
-
-    def test_finished_rows_take_no_part(self, random_tree):
-        sequences = Sequences(PROMPT[:2], 0)
-        sequences.append(0, EOS)
-        sequences.finished[0] = True
-        stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(MAX_LENGTH), EosTokenCriteria(EOS)]))
-        sampler = Sampler(LogitsProcessorList(), None, Records())
-        tree = random_tree(0, 2, VOCAB_SIZE)
-        verdict = verify(torch.randn(2, tree.num_nodes, VOCAB_SIZE), tree, sampler, stopping, sequences, lockstep=False)
-        assert (verdict.paths[0], verdict.tokens[0]) == ([], [])
-        assert sequences.new_tokens[0] == [EOS]
-        assert verdict.tokens[1]
 
 
 class RowWise(LogitsProcessor):
@@ -335,7 +318,8 @@ class TestClassification:
         ngrams = lp.EncoderNoRepeatNGramLogitsProcessor(2, PROMPT)
         penalty = lp.EncoderRepetitionPenaltyLogitsProcessor(1.8, PROMPT)
         scores = torch.randn(3, VOCAB_SIZE)
-        for processor in (allowed, ngrams, penalty):
+        of_new_text = lp.RepetitionPenaltyLogitsProcessor(1.8, torch.tensor([0, 2, 4]))
+        for processor in (allowed, ngrams, penalty, of_new_text):
             expected = processor(PROMPT, scores.clone())
             assert not torch.equal(expected, scores)
             for row in range(3):
@@ -347,29 +331,8 @@ class TestClassification:
         others = [lp.SuppressTokensLogitsProcessor([2]), lp.RepetitionPenaltyLogitsProcessor(1.2), MyTemperature(0.5)]
         assert score_only(LogitsProcessorList([temperature, *others, top_k])) == [temperature, top_k]
 
-    def test_the_penalty_of_a_batch_is_cut_to_its_row(self):
-        penalty = lp.RepetitionPenaltyLogitsProcessor(1.8, torch.tensor([0, 2, 4]))
-        other, scores = lp.TopKLogitsWarper(3), torch.randn(3, VOCAB_SIZE)
-        expected = penalty(PROMPT, scores.clone())
-        for row in range(3):
-            alone = processors_of_row(LogitsProcessorList([penalty, other]), row, 3)
-            assert alone[1] is other
-            assert torch.equal(alone[0](PROMPT[row : row + 1], scores[row : row + 1].clone()), expected[row : row + 1])
-        assert processors_of_row(LogitsProcessorList([penalty]), 0, 3)[0] is not penalty
-        plain = lp.RepetitionPenaltyLogitsProcessor(1.8, 2)
-        assert processors_of_row(LogitsProcessorList([plain]), 1, 3)[0] is plain
-
 
 class TestRecords:
-    def test_steps_are_complete_when_all_rows_have_them_and_ended_rows_are_zero(self):
-        record = StepRecord()
-        record.add(0, 1, torch.tensor([3.0, 4.0]))
-        record.add(0, 0, torch.tensor([1.0, 2.0]))
-        record.add(1, 1, torch.tensor([5.0, 6.0]))
-        first, second = record.complete(2)
-        assert first.tolist() == [[1, 2], [3, 4]]
-        assert second.tolist() == [[0, 0], [5, 6]]
-
     def test_records_do_not_keep_the_logits_of_the_tree_alive(self):
         logits = torch.randn(1, 9, VOCAB_SIZE)
         records = Records(StepRecord(), StepRecord())

@@ -1,4 +1,4 @@
-"""Stopping rules on the host equal stock's criteria, and rows are judged alone only where that is known to be right."""
+"""Growing texts and the rules that end them: stock's criteria, for rows alone only where that is known to be right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_speculate.verification.records import Records, StepRecord
+from hf_speculate.verification.records import Records
 from hf_speculate.verification.sequences import Sequences
 from hf_speculate.verification.stopping import Stopping
 
@@ -98,24 +98,6 @@ class TestHostRules:
         stopping.update([0], sequences, Records())
         assert sequences.finished == [True, False]
 
-    def test_a_criterion_sees_the_scores_that_stock_shows_it(self):
-        seen = []
-
-        class Watcher(StoppingCriteria):
-            def __call__(self, input_ids, scores, **kwargs):
-                seen.append((input_ids.clone(), scores))
-                return torch.zeros(len(input_ids), dtype=torch.bool)
-
-        stopping, sequences = Stopping(StoppingCriteriaList([Watcher()])), Sequences(PROMPT, 0)
-        records = Records(scores=StepRecord())
-        for row in range(2):
-            sequences.append(row, 7)
-            records.scores.add(0, row, torch.full((4,), float(row)))
-        stopping.update([0, 1], sequences, records)
-        (ids, scores) = seen[0]
-        assert ids.tolist() == [[4, 5, 6, 7], [7, 8, 9, 7]]
-        assert [step.tolist() for step in scores] == [[[0.0] * 4, [1.0] * 4]]
-
 
 class TestClassification:
     @pytest.mark.parametrize(
@@ -146,6 +128,33 @@ class TestClassification:
             stopping = Stopping(StoppingCriteriaList(criteria))
             assert [stopping.is_running(sequences, row) for row in range(2)] == expected
 
-    def test_the_length_limit_is_known(self):
-        assert Stopping(StoppingCriteriaList([EosTokenCriteria(EOS), MaxLengthCriteria(9)])).max_length == 9
-        assert Stopping(StoppingCriteriaList([EosTokenCriteria(EOS)])).max_length is None
+
+TEXTS = torch.tensor([[0, 4, 5], [6, 7, 8], [9, 1, 2]])
+
+
+@pytest.mark.parametrize("num_prompt", [3, 1, 0])
+@pytest.mark.parametrize("seed", range(4))
+def test_views_show_prompt_and_new_tokens_whenever_they_are_looked_at(num_prompt, seed):
+    choose, sequences = random.Random(seed), Sequences(TEXTS[:, :num_prompt], 0)
+    rows = [TEXTS[row, :num_prompt].tolist() for row in range(3)]
+    for _ in range(300):  # beyond every first capacity
+        row = choose.randrange(3)
+        token = choose.randrange(10)
+        sequences.append(row, token)
+        rows[row].append(token)
+        if choose.random() < 0.3:
+            look = choose.randrange(3)
+            assert sequences.length(look) == len(rows[look])
+            if rows[look]:
+                assert sequences.view([look]).tolist() == [rows[look]]
+    assert sequences.num_emitted == [len(row) - num_prompt for row in rows]
+
+
+@pytest.mark.parametrize(("pad", "filled"), [(7, 7), (0, 0), (None, 0)])
+def test_the_result_fills_rows_that_ended_early(pad, filled):
+    sequences = Sequences(TEXTS, pad)
+    for row, tokens in enumerate(([1, 2, 3], [4], [])):
+        for token in tokens:
+            sequences.append(row, token)
+    expected = torch.tensor([[1, 2, 3], [4, filled, filled], [filled] * 3])
+    assert torch.equal(sequences.result(), torch.cat([TEXTS, expected], dim=1))
