@@ -9,12 +9,12 @@ from ..support.paths import REPOSITORY
 
 # Lines of Python, C++ and headers. The goal is a wheel of 45,000 lines, an engine of 13,500, and tests of 40,000.
 BUDGET = {
-    "hf_speculate": 16_400,
-    "plugins/hf_speculate_gguf": 9_150,
-    "plugins/hf_speculate_plugins": 12_260,
-    "plugins/hf_speculate_tools": 7_450,
-    "training/hf_speculate_training": 9_000,
-    "tests": 52_500,
+    "hf_speculate": 15_830,
+    "plugins/hf_speculate_gguf": 8_460,
+    "plugins/hf_speculate_plugins": 12_030,
+    "plugins/hf_speculate_tools": 5_850,
+    "training/hf_speculate_training": 8_390,
+    "tests": 49_050,
 }
 SOURCES = (".py", ".cpp", ".h")
 
