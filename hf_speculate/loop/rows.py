@@ -24,11 +24,12 @@ class Rows:
     Args:
         sequences: text of every row.
         stopping: criteria that end rows.
-        lockstep_reason: reason why all rows must emit the same number of tokens per round; "" if each advances alone.
+        lockstep: whether all rows must emit the same number of tokens per round. A single row always does.
         are_padded: whether finished rows continue with padding, as in stock. Otherwise they end with their EOS.
         show_cache: whether the caller gets to see the cache.
 
     Attributes:
+        lockstep: whether all rows advance together.
         prompt_lengths: number of cache entries of each row's prompt; None until the prompt has run.
     """
 
@@ -37,22 +38,17 @@ class Rows:
         sequences: Sequences,
         stopping: Stopping,
         *,
-        lockstep_reason: str = "",
+        lockstep: bool = False,
         are_padded: bool = False,
         show_cache: bool = False,
     ):
         self.sequences = sequences
         self.stopping = stopping
-        self.lockstep_reason = lockstep_reason
+        self.lockstep = lockstep or sequences.batch_size == 1
         self.are_padded = are_padded
         # Without an EOS, rows keep emitting their own tokens and end together.
         self._owe_eos = show_cache and stopping.has_eos and not are_padded
         self.prompt_lengths: Sequence[int] | None = None
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether all rows advance together."""
-        return self.sequences.batch_size == 1 or bool(self.lockstep_reason)
 
     @property
     def active(self) -> tuple[bool, ...]:

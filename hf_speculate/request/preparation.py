@@ -77,7 +77,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         stats.fallbacks[f"rows in lock-step: {lockstep}"] += 1
     # Whether something sees the whole batch, or every step of it.
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
-    rows = Rows(sequences, stopping, lockstep_reason=lockstep, are_padded=are_padded, show_cache=call.shows_cache)
+    rows = Rows(sequences, stopping, lockstep=bool(lockstep), are_padded=are_padded, show_cache=call.shows_cache)
     if not scorer.forward.keeps_backends and (backends := backends_in_use(scorer.device)):
         stats.attention[backends] += 1
     if compiler is not None:

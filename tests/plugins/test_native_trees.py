@@ -114,7 +114,7 @@ def test_trees_are_those_of_the_modules(changes, do_sample, calls):
         [MinPLogitsWarper(0.05)],
         [TemperatureLogitsWarper(1.3), TopKLogitsWarper(12), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
     ],
-    ids=str,
+    ids=["none", "temperature", "top-k", "top-p", "min-p", "all"],
 )
 def test_a_sampled_request_is_drafted_as_its_warpers_have_it(warpers, calls):
     Bench(make_head(), 2).check(calls, TreeSize(3, 4, 12), do_sample=True, warpers=LogitsProcessorList(warpers))
