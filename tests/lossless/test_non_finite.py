@@ -175,14 +175,11 @@ def test_a_draft_model_with_a_broken_row():
 @pytest.mark.rest
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
-@pytest.mark.parametrize("by_modules", [False, True], ids=["in the kernel", "by modules"])
-def test_packed_targets(tmp_path, backend, by_modules):
+def test_packed_targets(tmp_path, backend):
+    """The hook lets modules compute: in a file, values are finite."""
     shape = FileShape("llama", VOCAB_SIZE, 256, 512, 2, 4, 2, 512, False, 1.0, None)
     write_random_file(tmp_path / "model.gguf", shape, one_type("Q8_0"))
     model = load_model(tmp_path / "model.gguf", dtype=torch.float32, backend=backend)
-    if by_modules:
-        for layer in model.model.layers:
-            layer.__dict__.pop("forward")
 
     def break_one(module, inputs, output):
         return output.masked_fill((inputs[0] == BAD)[..., None], float("nan"))
