@@ -135,9 +135,10 @@ class TestQuantisation:
         (message,) = said(head(describe_identity(dense)), packed)
         assert "trained for its target without quantisation, and this one is GGUF (Q4_0)" in message
 
-    def test_the_same_one_is_not_worth_a_word(self, path, head, said):
-        packed = load_model(path, dtype=torch.float32, backend="dequantize")
-        assert said(head(describe_identity(packed)), packed) == []
+    def test_the_same_one_is_not_worth_a_word_nor_are_dense_weights_that_may_have_its_values(self, path, head, said):
+        packed, dense = (load_model(path, dtype=torch.float32, backend=name) for name in ("dequantize", "dense"))
+        folder = head(describe_identity(packed))
+        assert said(folder, packed) == said(folder, dense) == []
 
 
 class TestStatedInConfigs:
