@@ -14,6 +14,7 @@ from .attaching import detach as detach
 from .attaching import resolve as resolve
 from .attaching import speculators as speculators
 from .options import EngineOptions as EngineOptions
+from .options import check_sizes as check_sizes
 from .options import read_options as read_options
 from .registry import SpeculatorSpec as SpeculatorSpec
 from .registry import find_installed as find_installed

@@ -145,6 +145,13 @@ def read_options(
     return options_class(**given)
 
 
+def check_sizes(drafter: str, options: Any, *names: str) -> None:
+    """Raises `ValueError` for sizes of drafts below 1; None stands for a default."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"{drafter}: {name} must be at least 1, got {value}.")
+
+
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "None": "none"}
 
 

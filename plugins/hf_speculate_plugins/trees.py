@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -128,13 +127,6 @@ def grow_tree(
         max_nodes,
         depth,
     )
-
-
-def check_sizes(drafter: str, options: Any, *names: str) -> None:
-    """Raises `ValueError` for sizes of drafts below 1; None stands for a default."""
-    for name in names:
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"{drafter}: {name} must be at least 1, got {value}.")
 
 
 def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_speculate.speculator import check_sizes
+
 from ..checkpoints import HeadSpec
-from ..trees import check_sizes
 
 
 Dialect = Literal["zlab", "deepspec", "specforge", "speculators", "llama.cpp"]

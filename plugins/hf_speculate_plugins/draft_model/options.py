@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trees import check_sizes
+from hf_speculate.speculator import check_sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_speculate.drafting import RAW_LAST
+from hf_speculate.speculator import check_sizes
 
 from ..checkpoints import HeadSpec
-from ..trees import check_sizes
 
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm", "llama.cpp"]

@@ -11,11 +11,10 @@ from transformers import LogitsProcessorList
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import read_options
+from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import Advice
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
-from ..trees import check_sizes
 from .growth import Growth
 from .guides import Guide, are_constrained, guides_of
 from .style import Style, longer

@@ -18,13 +18,12 @@ from hf_speculate.errors import TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import weight_device
-from hf_speculate.speculator import read_options
+from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import HeadRecord
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes
 from ..origin import check_head_vocabulary, check_origin
-from ..trees import check_sizes
 from .head import MedusaHeads, QuickOutputs
 from .loading import PREFIXES, check_backbone, layout_of, read_heads
 from .saving import check_layout, convert_heads, describe_heads, write_heads

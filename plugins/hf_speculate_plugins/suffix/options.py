@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.errors import OptionError, TargetMismatchError
+from hf_speculate.speculator import check_sizes
 
-from ..trees import check_sizes
 from .store import SuffixStore
 
 
