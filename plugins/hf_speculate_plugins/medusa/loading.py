@@ -72,6 +72,13 @@ def layout_of(names: Collection[str]) -> str | None:
     return next(found, None)
 
 
+def stated_layout(folder: str, names: Collection[str]) -> str:
+    """`layout_of` the tensors in a folder; raises `CheckpointError` if they are not Medusa heads."""
+    if layout := layout_of(names):
+        return layout
+    raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
+
+
 def check_backbone(target: GenerativeModel, backbone: Mapping[str, Tensor], folder: str) -> None:
     """Compares a few of the checkpoint's backbone weights with the target's.
 
@@ -83,10 +90,10 @@ def check_backbone(target: GenerativeModel, backbone: Mapping[str, Tensor], fold
         TargetMismatchError: the target's weights have other shapes.
     """
     whose = f"{folder} holds Medusa-2 heads and the backbone they were trained with"
-    pairs = ((name, theirs, _parameter(target, name)) for name, theirs in backbone.items())
-    known = [pair for pair in pairs if pair[2] is not None]
+    parameters = dict(target.named_parameters())
+    pairs = [(name, theirs, _parameter(parameters, name)) for name, theirs in backbone.items()]
+    known = [(name, theirs, ours) for name, theirs, ours in pairs if ours is not None]
     for name, theirs, ours in known:
-        assert ours is not None
         if ours.shape != theirs.shape:
             raise TargetMismatchError(
                 f"{whose}; its {name} has shape {tuple(theirs.shape)}, the target's {tuple(ours.shape)}. Load the "
@@ -108,9 +115,9 @@ def check_backbone(target: GenerativeModel, backbone: Mapping[str, Tensor], fold
         )
 
 
-def _parameter(target: GenerativeModel, name: str) -> Tensor | None:
+def _parameter(parameters: Mapping[str, Tensor], name: str) -> Tensor | None:
     """The target's parameter, also inside an adapter; None if its values are not at hand."""
-    parameters, (module, _, leaf) = dict(target.named_parameters()), name.rpartition(".")
+    module, _, leaf = name.rpartition(".")
     found = parameters.get(name, parameters.get(f"{module}.base_layer.{leaf}"))
     return None if found is None or not found.is_floating_point() or found.device.type == "meta" else found
 
@@ -136,9 +143,7 @@ def read_heads(folder: str) -> MedusaCheckpoint:
         CheckpointError: no such layout; missing, unknown or misshapen tensors; unreadable files; NaN weights.
     """
     shapes = tensor_shapes(folder, strip=PREFIXES)
-    layout = layout_of(shapes)
-    if layout is None:
-        raise CheckpointError(f"{folder} has no Medusa heads: none of its tensors is named as in a Medusa layout.")
+    layout = stated_layout(folder, shapes)
     probes = _choose_probes(shapes)
 
     def is_wanted(name: str) -> bool:

@@ -14,7 +14,7 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from ..checkpoints import ConfigValues, LoadReport, TargetFiles, read_config, tensor_shapes, write_checkpoint
 from ..heads import Written
 from .head import MedusaHeads
-from .loading import LAYOUTS, PREFIXES, layout_of, read_heads
+from .loading import LAYOUTS, PREFIXES, read_heads, stated_layout
 
 
 def write_heads(
@@ -146,7 +146,6 @@ def convert_heads(
 
 
 def describe_heads(folder: str) -> SavedHead:
-    """Layout and target of the heads in a folder that holds some, as far as it names them."""
-    layout = layout_of(tensor_shapes(folder, strip=PREFIXES))
-    assert layout is not None
+    """Layout and target of the heads in `folder`, as far as it names them."""
+    layout = stated_layout(folder, tensor_shapes(folder, strip=PREFIXES))
     return SavedHead("medusa", layout, ConfigValues(folder, read_config(folder)).text("base_model_name_or_path"))

@@ -119,8 +119,8 @@ def convert(
         raise SpeculateError("pass one of --layout and --for.")
     files = None if target is None else _files_of(target)
     if engine is not None:
-        folder = local_folder(source)
-        layout = served_layout(engine, drafter_class_for(folder).describe(folder).algorithm)
+        source = local_folder(source)
+        layout = served_layout(engine, drafter_class_for(source).describe(source).algorithm)
         if files is not None:
             check_target(engine, files.text_config.model_type)
     assert layout is not None

@@ -106,7 +106,7 @@ class MedusaMethod(HeadMethod[Any, MedusaTrainingOptions]):
         target_ids: Int[Tensor, " Vd"] | None = None,
         options: MedusaTrainingOptions | None = None,
     ):
-        super().__init__(head, target, head.token_ids, options)
+        super().__init__(head, target, head.token_ids, options)  # heads know their draft vocabulary themselves
         self.feature_layers = (target.config.get_text_config(decoder=True).num_hidden_layers,)
 
     @classmethod
