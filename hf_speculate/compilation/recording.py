@@ -8,13 +8,15 @@ by the addresses of the arguments and by the state of their modules (`state_of`)
 request. Do not change a model during a call.
 
 All recordings of a device share one pool of memory, because replays never overlap: one lock orders those of all
-threads, and a replay on another stream waits for the last one. What a recording returns stays its own, and the next
-replay of it overwrites that.
+threads, and a replay on another stream waits for the last one. A later recording may have its results where an earlier
+one has intermediate values, so results are copied to memory outside the pool. The next replay of the same recording
+overwrites them, and no other one does.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -69,7 +71,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self._warm: OrderedDict[Hashable, None] = OrderedDict()
+        self._warm: OrderedDict[Hashable, Any] = OrderedDict()  # kind -> results without data
         self._unrecordable: set[Hashable] = set()
 
     def __len__(self) -> int:
@@ -94,18 +96,23 @@ class Recordings:
             if kind in self._unrecordable:
                 return function(*arguments)
             if kind not in self._warm:
-                self._warm[kind] = None
+                results = function(*arguments)
+                self._warm[kind] = mapped(lambda tensor: torch.empty_like(tensor, device="meta"), results)
                 while len(self._warm) > 8 * MAX_RECORDINGS:
                     self._warm.popitem(last=False)
                 Recordings.num_warmed += 1
-                return function(*arguments)
+                return results
             key = kind, tuple(tensor.data_ptr() for tensor in tensors_in(arguments))
             try:
-                recording = self._recordings.get(key) or self._record(key, function, arguments, device)
+                recording = self._recordings.get(key) or self._record(
+                    key, function, arguments, device, self._warm[kind]
+                )
             except Exception as error:
                 self._unrecordable.add(kind)
                 heal(device)
-                logger.warning(f"{getattr(function, '__name__', 'a forward')} is not recorded: {first_line(error)}")
+                name = getattr(function, "__name__", "a forward")
+                where = logger.isEnabledFor(logging.DEBUG)  # the first line names the error, the traceback its cause
+                logger.warning(f"{name} is not recorded: {first_line(error)}", exc_info=where)
                 return function(*arguments)
             self._recordings.move_to_end(key)
             recording.replay()
@@ -115,10 +122,13 @@ class Recordings:
         """Whether recording this kind has failed."""
         return kind in self._unrecordable
 
-    def _record(self, key: Hashable, function: Function, arguments: Sequence[Any], device: torch.device) -> Recording:
+    def _record(
+        self, key: Hashable, function: Function, arguments: Sequence[Any], device: torch.device, like: Any
+    ) -> Recording:
         while len(self._recordings) >= MAX_RECORDINGS:
             self._recordings.popitem(last=False)
-        self._recordings[key] = record(function, arguments, device)
+        outputs = mapped(lambda tensor: torch.empty_like(tensor, device=device), like)
+        self._recordings[key] = record(function, arguments, device, outputs)
         Recordings.num_recorded += 1
         return self._recordings[key]
 
@@ -148,14 +158,14 @@ def _pool(device: torch.device) -> Any:
     return pool
 
 
-def record(function: Function, arguments: Sequence[Any], device: torch.device) -> Recording:
-    """Records `function(*arguments)` without computing it.
+def record(function: Function, arguments: Sequence[Any], device: torch.device, outputs: Any) -> Recording:
+    """Records `function(*arguments)` without computing it. Its result goes to `outputs`, which has the same shapes.
 
     `torch.cuda.graph` would wait for the device and empty its caches, which takes longer than the capture.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), _without_gc():
-        outputs = _capture(graph, _pool(device), device, lambda: function(*arguments))
+        outputs = _capture(graph, _pool(device), device, lambda: kept(function(*arguments), outputs))
 
     def replay() -> None:
         stream = torch.cuda.current_stream(device)
@@ -165,6 +175,17 @@ def record(function: Function, arguments: Sequence[Any], device: torch.device) -
         graph.replay()
 
     return Recording(replay, outputs)
+
+
+def kept(results: Any, outputs: Any) -> Any:
+    """Results of a recorded call, copied to `outputs`."""
+
+    def keep(result: Tensor, output: Tensor) -> Tensor:
+        if result.shape != output.shape:
+            raise RuntimeError(f"results were {list(output.shape)} and are {list(result.shape)} now")
+        return output.copy_(result)
+
+    return mapped(keep, results, outputs)
 
 
 def _capture(graph: Any, pool: Any, device: torch.device, function: Callable[[], Any]) -> Any:
@@ -232,6 +253,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+
+
+def mapped(function: Callable[..., Any], value: Any, *others: Any) -> Any:
+    """A structure of tuples, lists and dicts with `function(tensor, *those at its place in others)` for each tensor."""
+    if isinstance(value, Tensor):
+        return function(value, *others)
+    if isinstance(value, dict):
+        return {key: mapped(function, each, *(other[key] for other in others)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        found = [mapped(function, *each) for each in zip(value, *others, strict=True)]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    return value
 
 
 def modules_in(value: Any) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def _runs(device_index: int) -> bool:
         node = torch.ones(1, 1, 1, dtype=torch.bool, device=states.device)
         tree_attention(states[:, :, :1], states, states, TreePlace(numbers, numbers, numbers, node))
     except Exception as error:  # of Triton, of a compiler, of the driver
-        logger.warning(f"attention of trees runs without its kernel: {first_line(error)}")
+        where = logger.isEnabledFor(logging.DEBUG)
+        logger.warning(f"attention of trees runs without its kernel: {first_line(error)}", exc_info=where)
         return False
     return True
 

@@ -21,7 +21,7 @@ from .setting import Setting
 
 
 EAGER, STATIC = "HF eager", "HF static + compile"
-_MOST_PASSES, _SLOW_SECONDS, _SLOW_PASSES = 5, 1.0, 2
+_MOST_PASSES, _SLOW_SECONDS, _SLOW_PASSES = 5, 1.0, 1
 _MOST_WARM_UPS = 5
 
 

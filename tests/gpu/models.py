@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from ..benchmarks.shapes import ModelShape, find_shape, random_prompt
 from ..support.paths import REPOSITORY
 
 
-TARGET, HEAD = REPOSITORY / "examples" / "pycoder", REPOSITORY / "examples" / "pycoder-eagle3"
+_EXAMPLES = REPOSITORY / "examples"
+TARGET, HEAD = _EXAMPLES / "pycoder", _EXAMPLES / "pycoder-eagle3"
 PROMPTS = (
     "class Stack:\n    def __init__(self):",
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
@@ -42,6 +43,18 @@ def load_pycoder(device: torch.device, dtype: torch.dtype) -> GenerativeModel:
 def pycoder_head(target: GenerativeModel, **options: Any) -> Speculator:
     """A speculator with the bundled EAGLE-3 head."""
     return AutoSpeculator.from_pretrained(HEAD, target=target, **options)
+
+
+# Other drafters of pycoder, and the default policy: name -> function of the target.
+DRAFTERS: dict[str, Callable[[GenerativeModel], Speculator]] = {
+    "automatic": pycoder_head,
+    "medusa": lambda target: AutoSpeculator.from_pretrained(_EXAMPLES / "pycoder-medusa", target=target),
+    "dspark": lambda target: AutoSpeculator.from_pretrained(_EXAMPLES / "pycoder-dspark", target=target),
+    "draft_model": lambda target: AutoSpeculator.from_name(
+        "draft_model", target=target, model=str(_EXAMPLES / "pycoder-draft")
+    ),
+    "prompt_lookup": lambda target: AutoSpeculator.from_name("prompt_lookup", target=target),
+}
 
 
 def prompts(device: torch.device) -> list[Tensor]:

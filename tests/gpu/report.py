@@ -1,6 +1,6 @@
 """The GPU report: everything that this project must know about a GPU, measured in seven minutes.
 
-    python -m tests.gpu.report [--phases env,tests,attention,rounds,text,speed,training] [--minutes 7] [--out FILE]
+    python -m tests.gpu.report [--phases env,tests,text,attention,rounds,speed,training] [--minutes 7] [--out FILE]
                                [--device cuda|cpu] [--tiny]
 
 It writes one line of JSON for each finding, at once, then Markdown tables, then one line of JSON with everything
@@ -9,12 +9,12 @@ everything works.
 
 Phases, with their seconds of seven minutes (`--minutes` scales them; what a phase leaves over, later ones may use):
 
-- env (15): card, versions, memory bandwidth. In the background, inductor begins to compile what `speed` needs.
+- env (10): card, versions, memory bandwidth. In the background, inductor begins to compile what `speed` needs.
 - tests (60): the tests marked `gpu`.
-- attention (40): each backend of SDPA and our kernel, by heads, context and nodes; calls with growing lengths.
-- rounds (55): pycoder and its head, eager and recorded, with a profile of each.
 - text (60): texts against plain `generate`.
-- speed (160): stock and us on random weights of 0.5B and 8B and on pycoder; with the targets.
+- attention (40): each backend of SDPA and our kernel, by heads, context and nodes; calls with growing lengths.
+- rounds (40): pycoder and its head, eager and recorded, with a profile of each.
+- speed (180): stock and us on random weights of 0.5B and 8B and on pycoder; with the targets.
 - training (30): a step of the trainer's modules.
 
 A phase that fails or hangs costs the others nothing: a process of its own runs them (`worker`), which is replaced. The
@@ -60,7 +60,9 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--phases", default=",".join(SECONDS), help="Phases to run, joined by commas (default: all). env always runs."
     )
     parser.add_argument("--minutes", type=float, default=7.0, help="Time for all phases (default 7).")
-    parser.add_argument("--out", type=Path, help="File that gets everything that is printed.")
+    parser.add_argument(
+        "--out", type=Path, help="File that gets everything that is printed; FILE.log gets the log of the processes."
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Device to measure (default cuda).")
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes: only show that everything works.")
     found = parser.parse_args(arguments)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from hf_speculate.speculator import EngineOptions
 
 # Name of each way to run a round -> value of `Speculator(compile=)`.
 MODES: dict[str, bool | str | None] = {"eager": False, "recorded": None, "compiled": True}
+_FRAMES = 12
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Setting:
         try:
             yield
         except Exception as error:
-            self.report(**what, error=describe(error))
+            self.report(**what, error=describe(error), trace=trace(error))
             synchronize(self.device)
 
     def modes(self) -> dict[str, bool | str | None]:
@@ -88,6 +91,12 @@ def describe(error: BaseException) -> str:
     """Class and first line of an error."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def trace(error: BaseException) -> list[str]:
+    """Where an error came from, innermost last: file, line and function of its last frames."""
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    return [f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno} {each.name}" for each in frames]
 
 
 def rounded(value: Any) -> Any:

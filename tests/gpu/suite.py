@@ -17,14 +17,17 @@ from .setting import Setting
 
 
 TESTS = Path(__file__).resolve().parents[1]
-_MARK = "pytest.mark.gpu"
+_MARK, _SLOW = "pytest.mark.gpu", '"inductor"'
+_TRACE_LINES = 16
 _NO_TESTS = 5  # pytest's exit status
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
 
 
 def modules() -> list[str]:
-    """Paths of the test modules with tests marked `gpu`, from the root of the checkout."""
-    found = [path for path in sorted(TESTS.rglob("test_*.py")) if _MARK in path.read_text(encoding="utf-8")]
+    """Paths of the test modules with tests marked `gpu`, from the root of the checkout; last those that run inductor,
+    which takes minutes."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("test_*.py"))}
+    found = sorted((path for path in texts if _MARK in texts[path]), key=lambda path: _SLOW in texts[path])
     return [path.relative_to(TESTS.parent).as_posix() for path in found]
 
 
@@ -47,7 +50,9 @@ def measure(setting: Setting) -> None:
                 status = None
         text = log.read_text(errors="replace")
         outcomes = dict(_OUTCOME.findall(text))
-        failures = _failures(results) or {name: "" for name, found in outcomes.items() if found in ("FAILED", "ERROR")}
+        failures = _failures(results) or {
+            name: ("", []) for name, found in outcomes.items() if found in ("FAILED", "ERROR")
+        }
     finding: dict[str, Any] = {"passed": list(outcomes.values()).count("PASSED"), "failed": len(failures)}
     if not setting.on_cuda:
         finding = {"collected": len(re.findall(r"^\S+::", text, re.MULTILINE)), "skipped": "there is no GPU"}
@@ -56,12 +61,13 @@ def measure(setting: Setting) -> None:
     elif status not in (0, 1, _NO_TESTS) and not failures:
         finding["error"] = f"pytest ended with status {status}: {text[-300:]}"
     setting.report(**finding)
-    for name, message in failures.items():
-        setting.report(test=name, error=message)
+    for name, (message, trace) in failures.items():
+        setting.report(test=name, error=message, trace=trace)
 
 
-def _failures(results: Path) -> dict[str, str]:
-    """Name of each failed test -> first line of its error, from pytest's XML; empty without that file."""
+def _failures(results: Path) -> dict[str, tuple[str, list[str]]]:
+    """Name of each failed test -> first line of its error and last lines of its traceback, from pytest's XML; empty
+    without that file."""
     if not results.exists():
         return {}
     found = {}
@@ -72,5 +78,5 @@ def _failures(results: Path) -> dict[str, str]:
             causes = [line.removeprefix("E").strip() for line in lines if line.startswith("E  ")]
             message = causes[0] if lines[0] == "collection failure" and causes else (lines[0].splitlines() or [""])[0]
             name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-            found[name] = message[:300]
+            found[name] = message[:300], lines[-_TRACE_LINES:]
     return found

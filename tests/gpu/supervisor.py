@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = {"env": 15, "tests": 60, "attention": 40, "rounds": 55, "text": 60, "speed": 160, "training": 30}
+SECONDS = {"env": 10, "tests": 60, "text": 60, "attention": 40, "rounds": 40, "speed": 180, "training": 30}
+UNTIMED = ("tests", "text")
 # A phase checks the clock between measurements. It is ended by force if it is late by this many seconds, and by this
 # share of its own time.
 _LATE_SECONDS, _LATE_SHARE = 15.0, 0.25
@@ -81,13 +82,14 @@ class Report:
         return self.start + sum(self.seconds[each] for each in names[: names.index(name) + 1])
 
     def _after(self, name: str) -> None:
-        """Compiles in the background what `speed` needs, while the tests run: nothing is timed then."""
-        if name == "env" and self.device == "cuda" and {"tests", "speed"} <= self.seconds.keys():
+        """Compiles in the background what `speed` needs, while nothing is timed."""
+        untimed = [each for each in self.seconds if each in UNTIMED]
+        if name == "env" and self.device == "cuda" and untimed and "speed" in self.seconds:
             self._background = [self._process({"warm": each}, subprocess.DEVNULL) for each in _BACKGROUND]
-        if name == "tests" and self._background:
+        if self._background and name == untimed[-1]:
             ended = {each: process.poll() for each, process in zip(_BACKGROUND, self._background, strict=True)}
             self._end(self._background)
-            self.write({"phase": "tests", "compiled_in_background": {name: code == 0 for name, code in ended.items()}})
+            self.write({"phase": name, "compiled_in_background": {each: code == 0 for each, code in ended.items()}})
 
     def _run_in_workers(self, names: Sequence[str]) -> None:
         """Runs phases in one process after the other, a new one after each that died or was ended."""
@@ -105,7 +107,8 @@ class Report:
         """Runs phases in a new process. Returns how many have ended, the one included that broke it."""
         reading, writing = os.pipe()
         phases = [[name, self._planned(name), self.seconds[name] / 3] for name in names]
-        with tempfile.TemporaryFile() as log:
+        with self._log() as log:
+            begin = log.seek(0, os.SEEK_END)
             process = self._process({"phases": phases, "lines": writing}, log, (writing,))
             os.close(writing)
             lines: queue.Queue[str | None] = queue.Queue()
@@ -117,12 +120,16 @@ class Report:
                 self._end([process])
                 if problem == _NOT_BEGUN and ended:
                     return ended  # the phase before it has broken the process, and said so
-                log.seek(0)
+                log.seek(begin)
                 text = log.read().decode(errors="replace")[-_LOG_CHARACTERS:]
                 self.write({"phase": name, "error": problem, "log": text})
                 return ended + 1
             self._end([process], patience=5.0)
             return len(names)
+
+    def _log(self) -> IO[bytes]:
+        """What a process prints: beside the findings if they go to a file."""
+        return tempfile.TemporaryFile() if self.out is None else open(f"{self.out.name}.log", "a+b")
 
     def _follow(self, lines: queue.Queue[str | None], name: str) -> str | None:
         """Writes the findings of a phase until it is done. Returns why it was not, if so."""

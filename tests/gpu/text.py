@@ -1,4 +1,5 @@
-"""Phase `text`: the texts of pycoder with its head against plain `generate`, in every mode.
+"""Phase `text`: the texts of pycoder against plain `generate`: with its EAGLE-3 head in every mode, and with other
+drafters, recorded.
 
 In fp32 the texts must be equal. In bf16 two tokens within rounding of each other may swap; each difference is then
 proven to be such a tie, or it is an error.
@@ -6,7 +7,9 @@ proven to be such a tie, or it is an error.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +17,12 @@ from torch import Tensor
 
 from hf_speculate.errors import LosslessnessError
 from hf_speculate.models import GenerativeModel
+from hf_speculate.speculator import Speculator
 from hf_speculate.testing import check_lossless
 from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification import Noise
 
-from .models import left_padded, load_pycoder, prompts, pycoder_head
+from .models import DRAFTERS, left_padded, load_pycoder, prompts, pycoder_head
 from .setting import Setting
 
 
@@ -26,7 +30,8 @@ NEW_TOKENS, _TINY_TOKENS = 48, 5
 SAMPLING = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 40}}
 SEED = 5
 WITH_LOGITS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-_CASE_SECONDS = {"eager": 2.0, "recorded": 3.0, "compiled": 20.0}
+_CASE_SECONDS = {"eager": 2.0, "recorded": 3.0, "compiled": 45.0}
+_CASES_OF_OTHERS = 4  # those in float32
 
 
 @dataclass(frozen=True)
@@ -122,25 +127,34 @@ def measure(setting: Setting) -> None:
     modes = setting.modes()
     cases = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases(setting, dtype, texts)]
     for mode, value in modes.items():
-        speculators: dict[int, Any] = {}
-        for case in _chosen(cases, mode, setting):
-            seconds = 0.0 if setting.is_tiny else _CASE_SECONDS[mode]
-            if not setting.allows(seconds, f"{mode}, {case.name}"):
-                continue
-            with setting.guarded(mode=mode, case=case.name):
-                if id(case.model) not in speculators:
-                    speculators[id(case.model)] = pycoder_head(case.model, compile=value, adaptive=False)
-                speculator = speculators[id(case.model)]
-                speculator.stats.reset()
-                found = case.compare(speculator)
-                stats = speculator.stats
-                setting.report(
-                    mode=mode,
-                    case=case.name,
-                    **found,
-                    tokens_per_round=stats.tokens_per_round,
-                    fallbacks=dict(stats.fallbacks),
-                )
+        if mode == "compiled":
+            for name, make in DRAFTERS.items():
+                _compare(setting, f"recorded, {name}", make, cases[:_CASES_OF_OTHERS])
+        make = partial(pycoder_head, compile=value, adaptive=False)
+        _compare(setting, mode, make, _chosen(cases, mode, setting))
+
+
+def _compare(setting: Setting, mode: str, make: Callable[[GenerativeModel], Speculator], cases: Sequence[Case]) -> None:
+    """Writes a finding for each case, with one speculator for each model."""
+    speculators: dict[int, Speculator] = {}
+    for case in cases:
+        seconds = 0.0 if setting.is_tiny else _CASE_SECONDS[mode.partition(",")[0]]
+        if not setting.allows(seconds, f"{mode}, {case.name}"):
+            continue
+        with setting.guarded(mode=mode, case=case.name):
+            if id(case.model) not in speculators:
+                speculators[id(case.model)] = make(case.model)
+            speculator = speculators[id(case.model)]
+            speculator.stats.reset()
+            found = case.compare(speculator)
+            stats = speculator.stats
+            setting.report(
+                mode=mode,
+                case=case.name,
+                **found,
+                tokens_per_round=stats.tokens_per_round,
+                fallbacks=dict(stats.fallbacks),
+            )
 
 
 def _chosen(cases: list[Case], mode: str, setting: Setting) -> list[Case]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .setting import Setting, describe, free_memory
+from .setting import Setting, describe, free_memory, trace
 from .supervisor import latest
 
 
@@ -63,7 +64,7 @@ def run_phase(setting: Setting) -> int:
     try:
         importlib.import_module(f".{MODULES[setting.phase]}", __package__).measure(setting)
     except Exception as error:
-        setting.report(error=describe(error))
+        setting.report(error=describe(error), trace=trace(error))
     try:
         free_memory(setting.device)
         torch.zeros(1, device=setting.device).item()
@@ -76,6 +77,7 @@ def run_phase(setting: Setting) -> int:
 def main() -> None:
     """Runs the request in the only argument, which is JSON."""
     request = json.loads(sys.argv[1])
+    logging.getLogger("hf_speculate").setLevel(logging.DEBUG)  # for the tracebacks of what could not be recorded
     device = torch.device(request["device"])
     if device.type == "cpu":
         torch.set_num_threads(1 if request["tiny"] else torch.get_num_threads())

@@ -134,6 +134,18 @@ def test_requests_of_all_kinds(device, replays, prompt, name, lengths):
     assert longer.sequences.shape[1] == found.sequences.shape[1] + 4
 
 
+def test_trees_are_read_after_the_forward_if_the_host_chooses(device, replays, prompt, tmp_path):
+    """Another replay must not have overwritten them by then."""
+    batch, request = padded_batch(prompt, (9, 4, 13)), {**PLAIN, "max_new_tokens": 24, **REQUESTS["records"]}
+    expected, model = target().generate(**batch, **request), device.place(target())
+    speculator = Speculator(DRAFTERS["eagle-3"].make(model, tmp_path, device.place), adaptive=False)
+    on_device = {name: tensor.to(device.name) for name, tensor in batch.items()}
+    assert (
+        model.generate(**on_device, **request, speculator=speculator).sequences.tolist() == expected.sequences.tolist()
+    )
+    assert "eagle_draft" in replays.names
+
+
 def test_a_chosen_path_is_moved_once(device, replays, prompt):
     """A cache that replays have written goes on as plain `generate`'s does."""
     batch, request = {"input_ids": prompt(9)}, {**PLAIN, **GREEDY, "max_new_tokens": 40}

@@ -4,12 +4,13 @@
     replays = stand_in(monkeypatch, pretended_device)   # there, where everything that CUDA forbids raises
 
 As on a GPU, recording computes nothing: arguments keep their contents, and results are poisoned until the first replay.
-A replay reads what the arguments hold, and overwrites the results of the replay before.
+A replay reads what the arguments hold, and overwrites the results of the replay before. All recordings share the memory
+in which they compute: a replay poisons what others have left there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,28 +38,40 @@ class Replays:
     def __init__(self, device: PretendedDevice | None):
         self._device = device
         self.names: list[str] = []
+        self._pool: list[tuple[Any, list[torch.Tensor]]] = []  # results of recordings that lie where they computed
         self.num_replayed = 0
 
-    def record(self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device) -> Recording:
+    def record(
+        self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device, outputs: Any
+    ) -> Recording:
         self.names.append(getattr(function, "__name__", "?"))
         contents = [tensor.clone() for tensor in tensors_in(arguments)]
         with self._capturing():
-            outputs = function(*arguments)
+            results = recording.kept(function(*arguments), outputs)
         for tensor, before in zip(tensors_in(arguments), contents, strict=True):
             tensor.copy_(before)
-        for tensor in tensors_in(outputs):
-            tensor.fill_(torch.nan if tensor.is_floating_point() else -(1 << 30))
-        return Recording(lambda: self._replay(function, arguments, outputs), outputs)
+        _poison(tensors_in(results))
+        own = {tensor.data_ptr() for tensor in tensors_in(outputs)}
+        self._pool.append((results, [tensor for tensor in tensors_in(results) if tensor.data_ptr() not in own]))
+        return Recording(lambda: self._replay(function, arguments, results), results)
 
-    def _replay(self, function: Callable[..., Any], arguments: Sequence[Any], outputs: Any) -> None:
+    def _replay(self, function: Callable[..., Any], arguments: Sequence[Any], results: Any) -> None:
         self.num_replayed += 1
         with nullcontext() if self._device is None else self._device.replaying():
             found = function(*arguments)
-            for tensor, new in zip(tensors_in(outputs), tensors_in(found), strict=True):
+            for others, left in self._pool:
+                if others is not results:
+                    _poison(left)
+            for tensor, new in zip(tensors_in(results), tensors_in(found), strict=True):
                 tensor.copy_(new)
 
     def _capturing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._device is None else self._device.capturing()
+
+
+def _poison(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -(1 << 30))
 
 
 def stand_in(monkeypatch: Any, device: PretendedDevice | None = None) -> Replays:
