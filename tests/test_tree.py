@@ -321,13 +321,13 @@ class TestUnread:
         assert tree.first(1).unread == ([3, 4], 10)
         assert tree.select([1]).clamped.token_ids.tolist() == [[4, 1, 2, 3]]
 
-    @pytest.mark.parametrize("width", [3, 4, 6])
-    def test_lists_from_another_transfer_are_taken_as_they_were_read(self, tree, width):
-        """They may have more nodes than the tree, or those of a part of it."""
-        cut = tree.first(2)
-        padded = [[[*row, *[7] * 9][:width] for row in each.tolist()] for each in (tree.token_ids, tree.parents)]
-        cut.reading.supply([*padded, [[0.0] * width] * 2])
-        assert cut.host.token_ids == tree.token_ids[:, :3].tolist()
-        assert cut.host.parents == tree.parents[:, :3].tolist()
-        assert ("host" in vars(tree.reading)) == (width >= 4)
+    @pytest.mark.parametrize("count", [3, 4])
+    def test_lists_from_another_transfer_are_taken_as_they_were_read(self, tree, count):
+        """They may be those of a part of the tree, and padding that is no tree may follow."""
+        cut = tree.first(count - 1)
+        padded = [[[*row[:count], *[-1] * 5] for row in each.tolist()] for each in (tree.token_ids, tree.parents)]
+        cut.reading.supply([*padded, [[0.0] * (count + 5)] * 2], count)
+        assert cut.host.token_ids == tree.token_ids[:, :count].tolist()
+        assert cut.host.parents == tree.parents[:, :count].tolist()
+        assert ("host" in vars(tree.reading)) == (count == 4)
         assert tree.host.token_ids == tree.token_ids.tolist()

@@ -67,14 +67,13 @@ class Reading:
         origin.host = origin._as_host(lists)
         return rows
 
-    def supply(self, lists: Sequence[list[list[Any]]]) -> None:
-        """Takes tokens, parents and values from another transfer, which may have had more nodes, or fewer."""
+    def supply(self, lists: Sequence[list[list[Any]]], count: int) -> None:
+        """Takes tokens, parents and values of the first `count` nodes from another transfer; padding may follow."""
         origin = self._origin
         tokens, parents, values = lists
         parts = [tokens, *([parents] if origin._parents is None else []), *([values] if origin._has_values else [])]
-        num_nodes = origin._tensors[0].shape[1]
-        found = origin._as_host(parts).part(range(len(tokens)), min(num_nodes, len(tokens[0])))
-        if len(tokens[0]) >= num_nodes:
+        found = origin._as_host(parts).part(range(len(tokens)), count)
+        if count >= origin._tensors[0].shape[1]:
             origin.host = found
         self.host = self._changed(found)
 

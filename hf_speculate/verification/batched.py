@@ -226,7 +226,7 @@ def look_up(table: Table, tree: DraftTree, *, may_be_tainted: bool) -> Choose:
     """
     chosen, are_marked, lists = table.read()
     if tree.unread is not None:
-        tree.reading.supply(lists)
+        tree.reading.supply(lists, tree.num_nodes)
     if may_be_tainted and any(are_marked):
         raise TaintedScores
 

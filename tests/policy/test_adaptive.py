@@ -56,6 +56,17 @@ def test_where_rounds_differ_values_beat_every_fixed_tree(slope):
     assert run.rate > 1.05 * best_fixed(slope, sureness)
 
 
+@pytest.mark.parametrize("level", [0.05, 0.3])
+def test_padded_forwards_are_tried_soon_and_keep_the_bound(level):
+    """As recorded on a GPU: 8 nodes take little longer than one, which nobody knows before they were tried."""
+    options = {"level": level, "widths": (1, 8, 16, 32, 64), "is_asking": False}
+    good = Simulation(0.02, lambda done, r: 0.8, **options).run(64)
+    assert next(index for index, round in enumerate(good.rounds) if round.depth) < 5
+    assert good.rate > 1.4
+    bad = Simulation(0.02, lambda done, r: 0.02, says=lambda p: 0.9, **options).run(256)
+    assert bad.seconds <= 1.02 * bad.tokens
+
+
 def test_rows_are_judged_together():
     """One row drafts well and one badly: what pays is the sum."""
     policy = new_session(batch_size=2)

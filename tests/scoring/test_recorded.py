@@ -9,6 +9,8 @@ import torch
 import hf_speculate
 from hf_speculate import Speculator, transfers
 from hf_speculate.cache import as_cache, cache_of
+from hf_speculate.policy import Budget
+from hf_speculate.policy.adaptive import AdaptiveSession
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.block_heads import random_block
@@ -203,3 +205,17 @@ def test_a_request_that_is_interrupted_leaves_a_cache_to_go_on_with(device, repl
     assert emitted == text[: len(emitted)]
     again = model.generate(prompt(9).to(device.name), **request, speculator=Speculator(drafts([text]), adaptive=False))
     assert again[0, 9:].tolist() == text
+
+
+@pytest.mark.parametrize("name", ["eagle-3", "medusa", "dspark"])
+@pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
+def test_trees_that_the_policy_cuts(device, replays, prompt, tmp_path, monkeypatch, name, lengths):
+    """They have fewer nodes than the forward that they are padded to."""
+    monkeypatch.setattr(AdaptiveSession, "choose", lambda self, situation: Budget(None, None))
+    monkeypatch.setattr(AdaptiveSession, "_best_count", lambda *_: 2)
+    batch, request = padded_batch(prompt, lengths), {**PLAIN, "max_new_tokens": 24}
+    expected, model = plain_text(target(), batch, request), device.place(target())
+    speculator = Speculator(DRAFTERS[name].make(model, tmp_path, device.place), adaptive=True)
+    texts, _ = rounds_of(device, model, speculator, batch, request)
+    assert texts == expected
+    assert speculator.stats.drafted_tokens == 2 * speculator.stats.rounds

@@ -58,15 +58,16 @@ class Simulation:
         has_values: whether its trees have values; without, they are chains, as the order of nodes says what is best.
         level: seconds of a level.
         seed: of what is right.
+        widths: numbers of nodes to which forwards are padded; empty if they are not.
     """
 
     DEPTH = 6
 
-    def __init__(self, slope, sureness, says=math.sqrt, is_asking=True, has_values=True, level=0.1, seed=0):
+    def __init__(self, slope, sureness, says=math.sqrt, is_asking=True, has_values=True, level=0.1, seed=0, widths=()):
         self.slope, self.sureness, self.says = slope, sureness, says
         self.is_asking, self.has_values = is_asking, has_values
         self.level = level
-        self.policy, self.random = new_session(), random.Random(seed)
+        self.policy, self.random = new_session(RoundCosts(widths=widths)), random.Random(seed)
         self.seconds, self.tokens, self.rounds = 0.0, 0, []
 
     def run(self, num_tokens):
@@ -107,7 +108,8 @@ class Simulation:
             if place is None:
                 break
             path.append(place)
-        seconds = 1 + self.slope * (tree.num_nodes - 1) + self.level * depth
+        width = self.policy._costs.width(tree.num_nodes - 1)
+        seconds = 1 + self.slope * (width - 1) + self.level * depth
         self.take(round_of(tree, [path], seconds, self.level * depth, depth))
 
     @staticmethod
