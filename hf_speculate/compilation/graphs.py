@@ -23,6 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ..errors import first_line
 from ..messages import get_logger
+from .fused import fusing
 from .recording import Recordings, is_recordable, modules_in, state_of, tensors_in
 
 
@@ -226,7 +227,7 @@ class Compiler:
         kind = kind, tuple(map(self._state, modules_in(arguments)))
         if graphs.recordings.is_unrecordable(kind):
             self.refuse("recording failed (a warning gave the reason)")
-        function = made if self.backend is None else _Guarded(made)
+        function = fusing(made) if self.backend is None else _Guarded(made)
         result = graphs.recordings.run(function, kind, arguments, device)
         if kind not in self._seen:
             self._seen.add(kind)

@@ -163,9 +163,9 @@ class Cell:
         """Seconds of a call with one new token."""
         return self._timed(name, 1)[0]
 
-    def call(self, name: str) -> Callable[[], Any]:
-        """A whole call of a way, as a function."""
-        return lambda: self._timed(name, self.count)
+    def call(self, name: str, count: int | None = None) -> Callable[[], Any]:
+        """A call of a way with so many new tokens, as a function; None is all."""
+        return lambda: self._timed(name, self.count if count is None else count)
 
     @contextmanager
     def _dropping(self, name: str) -> Iterator[None]:

@@ -24,7 +24,7 @@ def profiled(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         JSON-serialisable. `launches`, `graph_launches`, `synchronisations`, `copies`: number of calls of the runtime.
         `kernels`, `busy_ms`, `span_ms`: number of kernels and copies on the device, time in which it ran one, and time
         from the first to the last. `gaps`: the longest pauses of the device with what the host did then. `host`: the
-        operations with the longest time of their own. `attention`: kernels by backend.
+        operations with the longest time of their own, `device`: kernels likewise. `attention`: kernels by backend.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     synchronize(device)
@@ -69,6 +69,10 @@ def _timeline(events: Sequence[Any]) -> dict[str, Any]:
         busy += max(event.time_range.end - max(event.time_range.start, end), 0.0)
         end = max(end, event.time_range.end)
     gaps.sort(key=lambda gap: -gap[0])
+    longest: Counter[str] = Counter()
+    for event in on_device:
+        longest[event.name[:60]] += event.time_range.end - event.time_range.start
+    counts = Counter(event.name[:60] for event in on_device)
     attention = Counter(kind for each in on_device if (kind := _attention(each.name)))
     return {
         "kernels": len(on_device),
@@ -78,6 +82,7 @@ def _timeline(events: Sequence[Any]) -> dict[str, Any]:
             {"ms": length / 1e3, "host": _during(on_host, start, start + length), "then": event.name[:60]}
             for length, start, event in gaps[:_NUM_LONGEST]
         ],
+        "device": [[name, counts[name], took / 1e3] for name, took in longest.most_common(2 * _NUM_LONGEST)],
         "attention": dict(attention),
     }
 

@@ -1,7 +1,7 @@
 """The GPU report: everything that this project must know about a GPU, measured in seven minutes.
 
     python -m tests.gpu.report [--phases env,tests,text,attention,rounds,speed,training] [--minutes 7] [--out FILE]
-                               [--device cuda|cpu] [--tiny]
+                               [--ways eager,recorded,compiled] [--device cuda|cpu] [--tiny]
 
 It writes one line of JSON for each finding, at once, then Markdown tables, then one line of JSON with everything
 important. It needs this checkout, and no network. `make gpu` runs it. With `--tiny --device cpu` it only shows that
@@ -50,7 +50,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from .supervisor import SECONDS, Report
+from .supervisor import SECONDS, WAYS, Report
 from .tables import markdown, summary
 
 
@@ -65,11 +65,14 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Device to measure (default cuda).")
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes: only show that everything works.")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"Ways to run rounds (default {','.join(WAYS)}).")
     found = parser.parse_args(arguments)
-    unknown = set(found.phases.split(",")) - set(SECONDS)
+    found.ways = found.ways.split(",")
+    unknown = {*found.phases.split(","), *found.ways} - {*SECONDS, *WAYS}
     found.phases = [name for name in SECONDS if name in ["env", *found.phases.split(",")]]
     if unknown or found.minutes <= 0:
-        parser.error(f"--phases takes some of {', '.join(SECONDS)}, and --minutes a number above 0.")
+        phases, ways = ", ".join(SECONDS), ", ".join(WAYS)
+        parser.error(f"--phases takes some of {phases}, --ways some of {ways}, and --minutes a number above 0.")
     return found
 
 
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the report. Returns 0 if no finding is an error, else 1."""
     given = _parsed(arguments)
     out = given.out.open("w", encoding="utf-8") if given.out else None
-    report = Report(given.phases, given.minutes, given.device, given.tiny, out)
+    report = Report(given.phases, given.minutes, given.device, given.tiny, out, given.ways)
     try:
         report.run()
     finally:  # also after an interruption

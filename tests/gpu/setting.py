@@ -6,7 +6,7 @@ import gc
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ class Setting:
         is_tiny: whether sizes are tiny: the run only shows that everything works.
         until: end of the phase, in seconds of `time.monotonic`.
         write: function that takes one finding.
+        ways: names of `MODES` to measure.
     """
 
     phase: str
@@ -40,6 +41,7 @@ class Setting:
     is_tiny: bool
     until: float
     write: Callable[[dict[str, Any]], None]
+    ways: Sequence[str] = tuple(MODES)
 
     @property
     def on_cuda(self) -> bool:
@@ -75,8 +77,8 @@ class Setting:
 
         The tiny run compiles with dynamo alone, since inductor takes longer on a CPU than the whole run may.
         """
-        found = dict(MODES)
-        if self.is_tiny:
+        found = {name: value for name, value in MODES.items() if name in self.ways}
+        if self.is_tiny and "compiled" in found:
             found["compiled"] = "eager"
         for name, value in list(found.items()):
             try:

@@ -22,6 +22,7 @@ from ..benchmarks.shapes import ModelShape
 from .cells import STATIC, Cell
 from .models import build, load_pycoder, prompts, pycoder_head, random_head, random_prompts, shape_of
 from .parts import MarkedDrafter, parts_of
+from .profiling import profiled
 from .setting import Setting
 from .timing import Marks
 
@@ -30,6 +31,7 @@ RATES = (0.8, 0.65, 0.5, 0.35, 0.2)
 NODES = (8, 16)  # of a tree, its root included
 NEW_TOKENS, PROMPT, BATCH = 96, 256, 8
 LONG_PROMPT, LONG_TOKENS = 8192 - 64, 32
+_PROFILED_TOKENS = 12
 NOTHING, USELESS, WITH_HEAD = "nothing drafted", "automatic, nothing accepted", "16 nodes and a head"
 _TINY = {"count": 8, "prompt": 12, "batch": 2, "long_prompt": 40, "long_count": 6}
 # Seconds that each step is expected to take at least on an H100. It is left out if fewer are left.
@@ -117,6 +119,10 @@ class _Speed:
             paid = MarkedDrafter(inner, marks)
             drafter = self.profile(16).drafter(cell.texts, vocab_size=self._vocabulary("8B"), paid=paid)
             self._report_parts(cell, f"{mode}, {WITH_HEAD}", drafter, mode, marks)
+            for way in (f"{mode}, {WITH_HEAD}", _name(mode, NOTHING)):
+                with self.setting.guarded(cell=cell.name, way=way, profile=True):
+                    found = profiled(cell.call(way, _PROFILED_TOKENS), self.setting.device)
+                    self.setting.report(cell=cell.name, way=way, profile=found)
 
     def long_context(self) -> None:
         """A round after a long context, and a step in which nothing is drafted."""

@@ -24,6 +24,7 @@ from typing import IO, Any, TextIO
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = {"env": 10, "tests": 60, "text": 60, "attention": 40, "rounds": 40, "speed": 180, "training": 30}
 UNTIMED = ("tests", "text")
+WAYS = ("eager", "recorded", "compiled")
 # A phase checks the clock between measurements. It is ended by force if it is late by this many seconds, and by this
 # share of its own time.
 _LATE_SECONDS, _LATE_SHARE = 15.0, 0.25
@@ -42,10 +43,19 @@ class Report:
         device: "cuda" or "cpu".
         is_tiny: whether sizes are tiny.
         out: file that gets the findings, too; None for none.
+        ways: how rounds are run: "eager", "recorded", "compiled".
     """
 
-    def __init__(self, phases: Sequence[str], minutes: float, device: str, is_tiny: bool, out: TextIO | None):
-        self.device, self.is_tiny, self.out = device, is_tiny, out
+    def __init__(
+        self,
+        phases: Sequence[str],
+        minutes: float,
+        device: str,
+        is_tiny: bool,
+        out: TextIO | None,
+        ways: Sequence[str] = WAYS,
+    ):
+        self.device, self.is_tiny, self.out, self.ways = device, is_tiny, out, list(ways)
         self.findings: list[dict[str, Any]] = []
         self.start = time.monotonic()
         scale = 60 * minutes / sum(SECONDS[name] for name in phases)
@@ -152,7 +162,7 @@ class Report:
                 return None
 
     def _process(self, request: dict[str, Any], log: Any, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-        request = {"device": self.device, "tiny": self.is_tiny, **request}
+        request = {"device": self.device, "tiny": self.is_tiny, "ways": self.ways, **request}
         return subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.worker", json.dumps(request)],
             cwd=ROOT,

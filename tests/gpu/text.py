@@ -127,11 +127,10 @@ def measure(setting: Setting) -> None:
     modes = setting.modes()
     cases = [case for dtype in (torch.float32, torch.bfloat16) for case in _cases(setting, dtype, texts)]
     for mode, value in modes.items():
-        if mode == "compiled":
-            for name, make in DRAFTERS.items():
-                _compare(setting, f"recorded, {name}", make, cases[:_CASES_OF_OTHERS])
         make = partial(pycoder_head, compile=value, adaptive=False)
         _compare(setting, mode, make, _chosen(cases, mode, setting))
+        for name, make in DRAFTERS.items() if mode == "recorded" else ():
+            _compare(setting, f"recorded, {name}", make, cases[:_CASES_OF_OTHERS])
 
 
 def _compare(setting: Setting, mode: str, make: Callable[[GenerativeModel], Speculator], cases: Sequence[Case]) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,9 @@ BROKEN = 17
 """Exit status after an error of the device: nothing works in this process any more."""
 
 
-def run_phases(phases: list[tuple[str, float, float]], device: torch.device, is_tiny: bool, lines: int) -> int:
+def run_phases(
+    phases: list[tuple[str, float, float]], device: torch.device, is_tiny: bool, lines: int, ways: Sequence[str]
+) -> int:
     """Runs phases and writes findings. Returns the exit status.
 
     Args:
@@ -42,6 +45,7 @@ def run_phases(phases: list[tuple[str, float, float]], device: torch.device, is_
         device: device to measure.
         is_tiny: whether sizes are tiny.
         lines: file descriptor for findings, one line of JSON each.
+        ways: names of `MODES` to measure.
     """
     with os.fdopen(lines, "w", buffering=1) as file:
 
@@ -49,7 +53,7 @@ def run_phases(phases: list[tuple[str, float, float]], device: torch.device, is_
             file.write(json.dumps(finding) + "\n")
 
         for name, planned, least in phases:
-            setting = Setting(name, device, is_tiny, latest(planned, least), write)
+            setting = Setting(name, device, is_tiny, latest(planned, least), write, ways)
             start = time.monotonic()
             setting.report(begun=True, seconds_given=setting.left)
             status = run_phase(setting)
@@ -78,16 +82,16 @@ def main() -> None:
     """Runs the request in the only argument, which is JSON."""
     request = json.loads(sys.argv[1])
     logging.getLogger("hf_speculate").setLevel(logging.DEBUG)  # for the tracebacks of what could not be recorded
-    device = torch.device(request["device"])
+    device, ways = torch.device(request["device"]), request["ways"]
     if device.type == "cpu":
         torch.set_num_threads(1 if request["tiny"] else torch.get_num_threads())
     if "warm" in request:
         from . import speed
 
-        setting = Setting("warm", device, request["tiny"], time.monotonic() + 600, lambda finding: None)
+        setting = Setting("warm", device, request["tiny"], time.monotonic() + 600, lambda finding: None, ways)
         speed.warm(setting, request["warm"])
         return
-    raise SystemExit(run_phases(request["phases"], device, request["tiny"], request["lines"]))
+    raise SystemExit(run_phases(request["phases"], device, request["tiny"], request["lines"], ways))
 
 
 if __name__ == "__main__":
