@@ -31,6 +31,9 @@ from .deepening import WhilePaying
 # Together they are 2 % of 64 tokens.
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
+# The start where forwards are padded. There the smallest draft costs 0.4 forwards, not 0.15, and 0.6 would be gone with
+# the first one that is wrong.
+LOSS_START_PADDED = 1.0
 # Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
 # that pays. A new request may lose a part of an earlier request's winnings, for the same reason.
 _BANK = 8.0
@@ -145,11 +148,13 @@ class AdaptiveSession(PolicySession):
         return tree.best(self._best_count(means, tree.max_depth))
 
     def learn(self, round: Round) -> None:
-        if round.is_warm_up:
-            return
-        self.known.fade()
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
+        if round.is_warm_up:  # its time says nothing, but what was accepted does
+            if drafted and rows:
+                self._learn_nodes(round, rows)
+            return
+        self.known.fade()
         taken = round.seconds.total - round.seconds.drafting
         costs.rounds.record(costs.width(drafted), taken, context)
         seconds = costs.verifying(drafted, context)
@@ -333,7 +338,8 @@ class Adaptive(DraftPolicy):
         costs = self._costs.setdefault(request.target, {})
         known, kind = self._known.setdefault(request.target, {}), (request.adapters, request.samples)
         if kind not in known:
-            known[kind] = Known(Acceptance(request.calibration.start(request.samples)))
+            start = LOSS_START_PADDED if request.widths else LOSS_START
+            known[kind] = Known(Acceptance(request.calibration.start(request.samples)), balance=start)
 
         size, ahead = request.batch_size, request.looks_ahead
         if (key := (request.adapters, size, ahead, tuple(request.widths))) not in costs:

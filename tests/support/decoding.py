@@ -9,7 +9,7 @@ import torch
 
 from hf_speculate.drafting import Calibration
 from hf_speculate.policy import NOTHING, Acceptance, Situation
-from hf_speculate.policy.adaptive import AdaptiveSession, Known
+from hf_speculate.policy.adaptive import LOSS_START, LOSS_START_PADDED, AdaptiveSession, Known
 from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.tree import DraftTree, Round, RoundSeconds, TreeRow
 from hf_speculate.tree import round as round_clock
@@ -21,7 +21,9 @@ def situation(*rows, context=0):
 
 
 def new_session(costs=None, batch_size=1):
-    return AdaptiveSession(costs or RoundCosts(), Known(Acceptance(Calibration())), batch_size)
+    costs = costs or RoundCosts()
+    balance = LOSS_START_PADDED if costs.widths else LOSS_START
+    return AdaptiveSession(costs, Known(Acceptance(Calibration()), balance=balance), batch_size)
 
 
 def round_of(tree, paths, seconds, drafting_seconds=0.0, depth=None, **fields):
