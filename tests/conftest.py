@@ -20,10 +20,10 @@ from hf_speculate_tools.hub import uploads
 
 from .support.hub import FakeHub
 from .support.inputs import random_prompt
-from .support.interpreted_kernels import interpreted as interpreted
 from .support.models import CHAIN_ONLY, build_tiny_model, chain_only_attention
 from .support.paths import SHARED, TESTS
 from .support.tiers import is_rest
+from .support.triton_kernels import interpreted as interpreted
 
 
 # Tests are about trees: what is drafted must not depend on the clock. Those about the policy ask for it.

@@ -23,6 +23,8 @@ from torch import Tensor
 tl: Any = None  # triton.language, once a kernel is wanted: importing it takes a second
 
 _GATE_BLOCK = 1024
+# A product and a sum in one instruction would be rounded once.
+_EXACT = {"enable_fp_fusion": False}
 # Numbers that change with the tree; a kernel specialised for each would be compiled again and again.
 _VARYING = ("count", "batch", "out_batch", "table_batch")
 
@@ -39,7 +41,9 @@ def rms_norm(states: Float[Tensor, "*N H"], weight: Float[Tensor, " H"], eps: fl
     rows = states.contiguous().view(-1, size)
     outputs = torch.empty_like(rows)
     with torch.cuda.device_of(states):
-        _kernels()["norm"][(len(rows),)](rows, weight, outputs, size, eps, BLOCK=_power_of_two(size), num_warps=8)
+        _kernels()["norm"][(len(rows),)](
+            rows, weight, outputs, size, eps, BLOCK=_power_of_two(size), num_warps=8, **_EXACT
+        )
     return outputs.view(states.shape)
 
 
@@ -56,6 +60,7 @@ def rotated(
             *(0 if len(cos) == 1 else count, size // 2),
             BLOCK=_power_of_two(size // 2),
             num_warps=1,
+            **_EXACT,
         )
     return outputs
 
@@ -65,7 +70,9 @@ def gated(gate: Float[Tensor, "*N H"], up: Float[Tensor, "*N H"]) -> Float[Tenso
     gate, up = gate.contiguous(), up.contiguous()
     outputs, count = torch.empty_like(gate), gate.numel()
     with torch.cuda.device_of(gate):
-        _kernels()["gate"][(-(-count // _GATE_BLOCK),)](gate, up, outputs, count, BLOCK=_GATE_BLOCK, num_warps=4)
+        _kernels()["gate"][(-(-count // _GATE_BLOCK),)](
+            gate, up, outputs, count, BLOCK=_GATE_BLOCK, num_warps=4, **_EXACT
+        )
     return outputs
 
 

@@ -12,9 +12,11 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_speculate.compilation import fused
+from hf_speculate.compilation import fused, layer_kernels
 from hf_speculate.compilation.fused import fusing, places_of
 from hf_speculate.compilation.layer_kernels import gated, rms_norm, rotated
+
+from ..support.triton_kernels import compile_for_hopper
 
 
 pytest.importorskip("triton")
@@ -56,6 +58,17 @@ def check_kernels(dtype, device, tolerance):
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_kernels_round_where_pytorch_does(interpreted, dtype):
     check_kernels(dtype, "cpu", EXACT[dtype])
+
+
+def test_every_product_is_rounded_before_it_is_added(monkeypatch, tmp_path):
+    """As in PyTorch, where it is a tensor of its own. Only the compiled code shows it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel, inputs = layer_kernels._kernels()["rotate"], dict.fromkeys(("states", "cos", "sin", "outputs"), "*bf16")
+    assert "fma.rn" in compile_for_hopper(kernel, inputs, {"BLOCK": 64})
+    code = compile_for_hopper(kernel, inputs, {"BLOCK": 64}, **layer_kernels._EXACT)
+    assert "fma.rn" not in code
+    assert "cvt.rn.bf16.f32" in code
 
 
 @pytest.mark.gpu

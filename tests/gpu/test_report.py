@@ -172,6 +172,7 @@ def test_an_error_of_a_phase_is_a_finding(monkeypatch):
     found = []
     status = worker.run_phase(Setting("text", torch.device("cpu"), True, time.monotonic() + 1, found.append))
     assert status == 0
+    assert all(each.pop("trace")[-1].endswith(" measure") for each in found)
     assert found == [
         {"phase": "text", "cell": "first", "error": "ValueError: one line"},
         {"phase": "text", "error": "RuntimeError: no"},
@@ -291,6 +292,6 @@ def test_failures_are_read_from_the_results(tmp_path):
     broken = f'<testcase classname="" name="tests.c"><error message="collection failure">x\n{cause}</error></testcase>'
     results.write_text(f"<testsuites><testsuite>{failed}{broken}</testsuite></testsuites>")
     assert suite._failures(results) == {
-        "tests.a::test_b": "assert 1 == 2",
-        "tests.c": "ModuleNotFoundError: No module named 'x'",
+        "tests.a::test_b": ("assert 1 == 2", ["assert 1 == 2\n more"]),
+        "tests.c": ("ModuleNotFoundError: No module named 'x'", ["collection failure", "x", cause]),
     }

@@ -19,6 +19,8 @@ from hf_speculate.scoring import tree_kernel
 from hf_speculate.scoring.tree_kernel import TreePlace, has_kernel
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, TreePlan
 
+from ..support.triton_kernels import compile_for_hopper
+
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -211,25 +213,6 @@ def test_the_host_reads_shapes_only(launches, shared):
     assert outputs.shape == (3, 2, 14, 64)
     with pytest.raises(RuntimeError, match="meta"):
         others[2].item()
-
-
-def compile_for_hopper(kernel, pointers, constants):
-    """The kernel's PTX for an H100, which takes no GPU; arguments without a type are 32-bit integers."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = dict.fromkeys(kernel.arg_names, "i32") | pointers | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(kernel.arg_names)
-            if name in pointers or name.startswith(("key_", "value_", "query_"))
-        },
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 
 
 @pytest.mark.parametrize(
