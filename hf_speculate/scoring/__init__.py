@@ -17,6 +17,8 @@ from .adapters import prompt_learning as prompt_learning
 from .adapters import sample_bytes as sample_bytes
 from .attention import fold as fold
 from .attention import grouped_sdpa as grouped_sdpa
+from .attention import kernel_fits as kernel_fits
+from .attention import placed as placed
 from .attention import uninstall_attention as uninstall_attention
 from .backends import backends_in_use as backends_in_use
 from .backends import tree_backends as tree_backends
@@ -37,6 +39,7 @@ from .hooks import unhooked as unhooked
 from .hooks import without_foreign_hooks as without_foreign_hooks
 from .masks import LayerType as LayerType
 from .masks import layer_windows as layer_windows
+from .masks import prompt_starts as prompt_starts
 from .masks import visible_prefix as visible_prefix
 from .positions import DepthLimit as DepthLimit
 from .positions import has_length_dependent_rope as has_length_dependent_rope
@@ -63,4 +66,6 @@ from .support import Shape as Shape
 from .support import has_foreign_attention as has_foreign_attention
 from .support import has_native_layers as has_native_layers
 from .support import supported_shape as supported_shape
+from .tree_kernel import TreePlace as TreePlace
+from .tree_kernel import tree_attention as tree_attention
 from .walk import Sizes as Sizes

@@ -100,22 +100,14 @@ class TreeAttention:
         if wanted not in get_args(MaskForm):
             raise SpeculateError(f"HF_SPECULATE_ATTENTION is {wanted!r}; possible: {', '.join(get_args(MaskForm))}.")
         install_attention()
-        self._device, self._wanted = device, wanted if "HF_SPECULATE_ATTENTION" in os.environ else "kernel"
+        self._device = device
         self._is_known = head_groups(model) > 0
         self.groups = max(head_groups(model), 1)
         self.form: MaskForm = "folded" if wanted == "folded" and self.groups > 1 else "stock"
 
     def static_form(self, dtype: torch.dtype) -> MaskForm:
-        """The form for forwards of static shape.
-
-        Args:
-            dtype: dtype of queries and keys. The kernel multiplies 16-bit numbers on tensor cores; for float32 others
-                are faster.
-        """
-        is_fit = self._is_known and dtype in (torch.bfloat16, torch.float16) and self._device.type in KERNEL_DEVICES
-        if self._wanted == "kernel" and is_fit and has_kernel():
-            return "kernel"
-        return self.form
+        """The form for forwards of static shape, whose queries and keys have this dtype."""
+        return "kernel" if self._is_known and kernel_fits(dtype, self._device) else self.form
 
     def arrange(self, mask: Mask, num_nodes: int, sees_prefix: bool) -> Mask:
         """The mask in the form for the model.
@@ -150,6 +142,17 @@ class TreeAttention:
 
 KERNEL_DEVICES = frozenset({"cuda"})
 """Types of devices on which the kernel computes attention."""
+
+
+def kernel_fits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel computes attention over trees in this dtype.
+
+    It multiplies 16-bit numbers on tensor cores; for float32 others are faster. HF_SPECULATE_ATTENTION can choose
+    another form.
+    """
+    is_fit = dtype in (torch.bfloat16, torch.float16) and device.type in KERNEL_DEVICES
+    return is_fit and os.environ.get("HF_SPECULATE_ATTENTION", "kernel") == "kernel" and has_kernel()
+
 
 _known_groups: WeakKeyDictionary[GenerativeModel, int] = WeakKeyDictionary()
 

@@ -107,6 +107,15 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     ]
 
 
+def prompt_starts(prompt_mask: Tensor | None, num_rows: int) -> list[int] | None:
+    """Index of the first real entry of each row of a prompt (bool [B, P]); None if other entries are missing, too."""
+    if prompt_mask is None:
+        return [0] * num_rows
+    starts = num_left_padding(prompt_mask, prompt_mask.device)
+    is_plain = bool((prompt_mask.sum(-1, keepdim=True) + starts == prompt_mask.shape[1]).all())
+    return starts[:, 0].tolist() if is_plain else None
+
+
 def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor:
     """int64 [B, 1], number of entries before the first real one of every row; [1, 1] without a mask."""
     if prompt_mask is None:

@@ -22,7 +22,7 @@ from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
 from .attention import MaskForm
 from .hooks import has_foreign_hooks
-from .masks import num_left_padding
+from .masks import prompt_starts
 from .positions import has_length_dependent_rope
 from .scoring import Forward, Nodes, Scorer
 from .static_forward import NODES, Choice, ScoredTable, tree_forward
@@ -221,11 +221,8 @@ class StaticForward(Forward):
         """Index of the first real entry of each row, found out once a request. None if the prompt has holes after
         it."""
         if self._starts is None:
-            self._starts, mask = [[0] * len(scorer.cache.rows)], scorer.prompt_mask
-            if mask is not None:
-                starts = num_left_padding(mask, mask.device)
-                is_plain = bool((mask.sum(-1, keepdim=True) + starts == mask.shape[1]).all())
-                self._starts = [starts[:, 0].tolist()] if is_plain else []
+            starts = prompt_starts(scorer.prompt_mask, len(scorer.cache.rows))
+            self._starts = [] if starts is None else [starts]
         return self._starts[0] if self._starts else None
 
     def _choice(self, tree: DraftTree) -> Choice | None:

@@ -45,7 +45,7 @@ _LEAST_KEYS = 128
 _BLOCK_PARTS = 16  # parts that the second kernel reads at a time
 
 # Arguments that change between trees of one model: their values are not compiled into the kernels.
-_VARYING = ("num_rows", "num_nodes", "num_kv_heads", "num_splits", "num_parts", "tree_batch")
+_VARYING = ("num_rows", "num_nodes", "num_tree", "num_kv_heads", "num_splits", "num_parts", "tree_batch")
 
 tl: Any = None  # triton.language, set by `_kernels`; kernels look it up among the globals of their module
 
@@ -60,14 +60,14 @@ class TreePlace:
         starts: first visible prefix entry of each row, after its left padding.
         ends: end of each row's visible prefix (its committed length). Entries from here to `base` are holes.
         base: index of node 0 in the buffers.
-        ancestors: `ancestors[r, i, j]` is True if node i sees node j, itself included. R is 1 (all rows share the
-            tree) or B.
+        ancestors: `ancestors[r, i, j]` is True if the i-th query sees node j, its own node included. R is 1 (all rows
+            share the tree) or B; N < T where only the last N nodes are run, as in a level of a draft.
     """
 
     starts: Int[Tensor, " B"]
     ends: Int[Tensor, " B"]
     base: Int[Tensor, ""] | Int[Tensor, " 1"]
-    ancestors: Bool[Tensor, "R N N"]
+    ancestors: Bool[Tensor, "R N T"]
 
 
 def has_kernel() -> bool:
@@ -120,7 +120,7 @@ def tree_attention(
 
     Args:
         query: queries of the nodes (float32, bfloat16 or float16). The last dimension of all three is contiguous.
-        keys: key buffer; node i is already at `place.base + i`.
+        keys: key buffer; node j is already at `place.base + j`.
         values: value buffer, likewise.
         place: position of the tree, and what its nodes see.
         scale: factor of the scores; None for D**-0.5.
@@ -129,7 +129,7 @@ def tree_attention(
         Contiguous outputs in the dtype of `query`.
     """
     batch_size, num_heads, num_nodes, head_dim = query.shape
-    num_kv_heads, capacity = keys.shape[1:3]
+    (num_kv_heads, capacity), num_tree = keys.shape[1:3], place.ancestors.shape[2]
     if {query.stride(-1), keys.stride(-1), values.stride(-1)} != {1}:
         raise ValueError("The last dimension of query, keys and values must be contiguous.")
     num_rows = num_heads // num_kv_heads * num_nodes
@@ -149,9 +149,9 @@ def tree_attention(
             *(query, keys, values, place.starts.contiguous(), place.ends.contiguous(), place.base),
             *(place.ancestors.contiguous().view(torch.uint8), maxima, sums, partials),
             (head_dim**-0.5 if scale is None else scale) * math.log2(math.e),
-            *(num_rows, num_nodes, num_kv_heads, splits),
+            *(num_rows, num_nodes, num_tree, num_kv_heads, splits),
             *(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3]),
-            0 if place.ancestors.shape[0] == 1 else num_nodes**2,
+            0 if place.ancestors.shape[0] == 1 else num_nodes * num_tree,
             **(sizes | {"BLOCK_ROWS": block_rows, "BLOCK_KEYS": block_keys, "FACTOR": factor}),
         )
         numbers = (num_rows, num_nodes, num_kv_heads, num_parts)
@@ -168,11 +168,11 @@ def plain_tree_attention(
 ) -> Float[Tensor, "B N H D"]:
     """The same as `tree_attention` in plain PyTorch, on any device and in any dtype; float64 is computed in float64."""
     num_kv_heads, capacity, head_dim = keys.shape[1:]
-    num_nodes = query.shape[2]
+    num_tree = place.ancestors.shape[2]
     entries = torch.arange(capacity, device=keys.device)
     nodes = entries - place.base
-    is_node = (nodes >= 0) & (nodes < num_nodes)
-    in_tree = place.ancestors[:, :, nodes.clamp(0, num_nodes - 1)] & is_node
+    is_node = (nodes >= 0) & (nodes < num_tree)
+    in_tree = place.ancestors[:, :, nodes.clamp(0, num_tree - 1)] & is_node
     in_prefix = (entries >= place.starts[:, None]) & (entries < place.ends[:, None])
     seen = (in_tree | in_prefix[:, None])[:, None, None]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -220,7 +220,7 @@ def _kernels() -> tuple[Any, Any]:
 
 def _attend(
     query, keys, values, starts, ends, base, ancestors, maxima, sums, partials,
-    scale, num_rows, num_nodes, num_kv_heads, num_splits,
+    scale, num_rows, num_nodes, num_tree, num_kv_heads, num_splits,
     query_batch, query_head, query_node, key_batch, key_head, key_entry,  # strides
     value_batch, value_head, value_entry, tree_batch,  # strides
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,  # type: ignore
@@ -255,7 +255,7 @@ def _attend(
     for is_tree in tl.static_range(2):  # two loops from one source; each program runs one of them
         if is_tree:
             first = tl.load(base).to(tl.int32)
-            last = first + tl.where(part == num_splits, num_nodes, 0)
+            last = first + tl.where(part == num_splits, num_tree, 0)
         else:
             first = start + part * share
             last = tl.minimum(first + share, end)  # not above `first` in the tree's program
@@ -274,7 +274,7 @@ def _attend(
                 value = tl.where(is_finite, value, 0.0)
                 is_spoiled = tl.max(tl.where(is_finite, 0, 1), 1) != 0
                 scores = tl.where(is_spoiled[None, :], float("nan"), scores)
-                cells = nodes[:, None] * num_nodes + (entry - first + columns)[None, :]
+                cells = nodes[:, None] * num_tree + (entry - first + columns)[None, :]
                 seen = seen & (tl.load(ancestors + cells, mask=seen, other=0) != 0)
             scores = tl.where(seen, scores, float("-inf"))
             new = tl.maximum(maximum, tl.max(scores, 1))

@@ -126,6 +126,17 @@ def test_outputs_are_those_of_plain_attention_in_fp64(interpreted, shape, dtype)
     assert_near(tree_attention(*inputs), reference(*inputs), dtype)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_last_nodes_alone(interpreted, shared):
+    """As in a level of a draft: fewer queries than nodes."""
+    query, keys, values, place = random_inputs((2, 4, 2, 9, 16, 120), torch.float32, shared=shared)
+    whole = tree_attention(query, keys, values, place)
+    last = query[:, :, 5:], keys, values, replace(place, ancestors=place.ancestors[:, 5:])
+    torch.testing.assert_close(tree_attention(*last), whole[:, 5:], equal_nan=True)
+    whole = plain_tree_attention(query, keys, values, place)
+    torch.testing.assert_close(plain_tree_attention(*last), whole[:, 5:], equal_nan=True)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_lengths_paddings_and_splits(interpreted, monkeypatch, seed):
     monkeypatch.setattr(tree_kernel, "_LEAST_KEYS", [16, 32, 100][seed % 3])

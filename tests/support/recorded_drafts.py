@@ -100,13 +100,14 @@ def assert_alike(found: Drafts, expected: Drafts) -> None:
     assert not found.stats.fallbacks
 
 
-def assert_same_nodes(found: Any, expected: Any) -> None:
-    """The same drafts in every round."""
+def assert_same_nodes(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
+    """The same drafts in every round, with values that differ by so much at the most."""
     assert len(found) == len(expected)
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for row, (nodes, wanted) in enumerate(zip(ours, theirs, strict=True)):
             assert [path for path, _ in nodes] == [path for path, _ in wanted], (number, row)
-            assert [value for _, value in nodes] == pytest.approx([value for _, value in wanted], rel=1e-4, abs=1e-4)
+            values = [value for _, value in wanted]
+            assert [value for _, value in nodes] == pytest.approx(values, rel=tolerance, abs=tolerance)
 
 
 def unwrap_functions(patch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> None:

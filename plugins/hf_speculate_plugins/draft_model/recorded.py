@@ -11,8 +11,10 @@ as many tokens as a whole accepted path has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +27,14 @@ from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_childr
 from hf_speculate.scoring import (
     Along,
     Scorer,
+    TreePlace,
     fold,
     has_native_layers,
     num_positions,
+    placed,
     problem_with_recording,
     problem_with_static,
+    prompt_starts,
     takes_position_ids,
     text_entries,
     tree_backends,
@@ -64,8 +69,8 @@ def model_draft(
     """Reads committed tokens and grows a dynamic tree after the last one: tokens, parents and values [B, n].
 
     Args:
-        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `noise` [D, B, V] of a request that
-            samples.
+        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `starts` [B], the number of padding
+            entries of each row, if the kernel for trees computes attention; `noise` [D, B, V] if the request samples.
         vocab_size: number of token ids that may be drafted.
         groups: query heads for each KV head if masks are folded (`fold`), else 1.
     """
@@ -107,7 +112,7 @@ class _Levels:
         tokens, counts = plan[:, _TOKENS:], plan[:, _COUNT]
         steps = torch.arange(tokens.shape[1], device=device)
         slots = self.lengths.max() + steps
-        causal = (steps[:, None] >= steps).expand(len(plan), -1, -1)
+        causal = (steps[:, None] >= steps)[None]
         logits = self._run(tokens, self.positions[:, None] + steps, slots, slots, causal)
         if len(plan) > 1:  # one row has its entries at their place already
             Along(steps.expand_as(tokens), counts).move(self.stacks, slots[0], self.lengths)
@@ -136,7 +141,7 @@ class _Levels:
         positions: Int[Tensor, "B N"],
         slots: Int[Tensor, " N"],
         seen_slots: Int[Tensor, " S"],
-        seen: Bool[Tensor, "B N S"],
+        seen: Bool[Tensor, "R N S"],
     ) -> Float[Tensor, "B N W"]:
         """Logits of tokens that see the text, and of the entries after it those in `seen`.
 
@@ -144,18 +149,32 @@ class _Levels:
             slots: index of each token's entry.
             seen_slots: indices of the entries that `seen` is about.
         """
-        prefix = text_entries(self.inputs["prompt"], self.lengths)
-        visible = prefix[:, None].expand(-1, tokens.shape[1], -1).index_copy(2, seen_slots, seen)
-        mask = additive(visible[:, None], self.stacks[0].dtype)
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=fold(mask, self.groups) if self.groups > 1 else mask,
-            **as_cache(static_cache(self.stacks, slots)),
-            use_cache=True,
-            return_dict=True,
-        )
+        with self._masking(seen_slots, seen) as mask:
+            output = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                **as_cache(static_cache(self.stacks, slots)),
+                use_cache=True,
+                return_dict=True,
+            )
         return output.logits[..., : self.vocab_size]
+
+    @contextmanager
+    def _masking(self, seen_slots: Int[Tensor, " S"], seen: Bool[Tensor, "R N S"]) -> Iterator[Tensor]:
+        """A context that gives the mask of a forward, in the form for the model."""
+        if (starts := self.inputs.get("starts")) is not None:
+            make_mask = partial(self._mask, seen_slots, seen)
+            with placed(TreePlace(starts, self.lengths, seen_slots[:1], seen), make_mask) as mask:
+                yield mask
+        else:
+            mask = self._mask(seen_slots, seen)
+            yield fold(mask, self.groups) if self.groups > 1 else mask
+
+    def _mask(self, seen_slots: Int[Tensor, " S"], seen: Bool[Tensor, "R N S"]) -> Float[Tensor, "B 1 N M"]:
+        prefix = text_entries(self.inputs["prompt"], self.lengths)[:, None].expand(-1, seen.shape[1], -1)
+        visible = prefix.index_copy(2, seen_slots, seen.expand(len(prefix), -1, -1))
+        return additive(visible[:, None], self.stacks[0].dtype)
 
     def _scores(self, logits: Tensor, depth: int) -> Tensor:
         noise = self.inputs.get("noise")
@@ -201,6 +220,9 @@ class RecordedDrafts:
         self._vocab_size = min(sizes)
         self._groups = scorer.attention.groups if scorer.attention.form == "folded" else 1
         self._prompts = PromptMasks()
+        self._starts = None
+        if request.compiler.backend is None and scorer.attention.static_form(scorer.attention_dtype) == "kernel":
+            self._starts = prompt_starts(self._prompt_mask, len(scorer.cache.rows))
         self._num_read = options.depth + 1  # tokens of a whole accepted path
         self._lease = lease_of(scorer.cache.cache, pool_of(scorer.model))
 
@@ -246,7 +268,8 @@ class RecordedDrafts:
         """Keys of the functions that can draft this, the least deep first."""
         end = self._scorer.cache.append_index
         num_columns = state.num_columns if state.samples else 0
-        form = self._num_read, num_columns, self._groups, self._vocab_size, self._scorer.attention_dtype
+        kernel = self._starts is not None
+        form = self._num_read, num_columns, self._groups, kernel, self._vocab_size, self._scorer.attention_dtype
 
         def key_of(levels: int) -> tuple[Any, ...]:
             shape = levels, top_k, levels if top_k == 1 else self._options.max_nodes
@@ -269,7 +292,11 @@ class RecordedDrafts:
         plan = buffers.tensor(
             ("draft plan", self._num_read), (batch_size, _TOKENS + self._num_read), torch.long, device
         )
-        prompt = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)
-        inputs = {"plan": copy_to_device(rows, plan), "prompt": prompt}
+        inputs = {"plan": copy_to_device(rows, plan)}
+        if self._starts is not None:
+            inputs["starts"] = starts = buffers.tensor("starts", (batch_size,), torch.long, device)
+            if buffers not in self._prompts:
+                copy_to_device(self._starts, starts)
+        inputs["prompt"] = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)
         inputs |= request_inputs(buffers, state, shape[0], device)
         return self._scorer.model, stacks, inputs, tuple(state.warpers), self._vocab_size, self._groups, *shape

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.scoring import Along, text_entries
+from hf_speculate.scoring import Along, TreePlace, text_entries
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan, additive
 
-from ..heads import CachedAttention, CompiledForwards, form_of, log_noise_of, request_inputs
+from ..heads import Attend, CachedAttention, CompiledForwards, PlacedAttention, form_of, log_noise_of, request_inputs
 from ..trees import Frontier, grow_tree, num_candidates
 from .head import EagleHead
 from .spec import EagleOptions, TreeSize
@@ -73,9 +73,9 @@ def eagle_draft(
     """Reads the entries of a round, and grows a dynamic tree after the last one: tokens, parents and values [B, n].
 
     Args:
-        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `root` [B, Hd], states that rank
-            the root's children, written where a row has entries to read. `features`, one [B, J, Ht] for each that the
-            head takes, if any are read; `request_inputs`.
+        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `starts`
+            (`CompiledForwards.starts`); `root` [B, Hd], states that rank the root's children, written where a row has
+            entries to read. `features`, one [B, J, Ht] for each that the head takes, if any are read; `request_inputs`.
     """
     plan, root = inputs["plan"], inputs["root"]
     lengths, positions = plan[:, _LENGTH], plan[:, _POSITION]
@@ -108,15 +108,31 @@ def _read_entries(head: EagleHead, stacks: Stacks, inputs: dict[str, Any]) -> Fl
     lengths, tokens = plan[:, _LENGTH], plan[:, _TOKENS:]
     steps = torch.arange(tokens.shape[1], device=plan.device)
     slots = lengths.max() + steps
-    causal = (steps[:, None] >= steps).expand(len(plan), -1, -1)
-    prefix = text_entries(inputs["prompt"], lengths)[:, None].expand(-1, len(steps), -1)
-    mask = additive(prefix.index_copy(2, slots, causal)[:, None], head.dtype)
-    attend = CachedAttention(static_cache(stacks, slots), [mask] * len(stacks[0]))
+    attend = _attention(stacks, slots, slots, inputs, lengths, (steps[:, None] >= steps)[None])
     hidden = head(tokens, head.fuse(inputs["features"]), plan[:, _POSITION, None] + steps, attend)
     if len(plan) > 1:  # one row has them at their place already
         along = Along(steps.expand_as(tokens), plan[:, _COUNT])
         along.move(stacks, slots[0], lengths)
     return hidden
+
+
+def _attention(
+    stacks: Stacks, slots: Tensor, seen_slots: Tensor, inputs: dict[str, Any], lengths: Tensor, seen: Tensor
+) -> Attend:
+    """Attention of new entries to the text, and to those after it that they see.
+
+    Args:
+        slots: index of each new entry in the buffers, [N].
+        seen_slots: indices of the entries that `seen` is about, one after the other, [S].
+        lengths: entries of each row's text, [B].
+        seen: bool [B or 1, N, S].
+    """
+    cache = static_cache(stacks, slots)
+    if (starts := inputs.get("starts")) is not None:
+        return PlacedAttention(cache, TreePlace(starts, lengths, seen_slots[:1], seen))
+    prefix = text_entries(inputs["prompt"], lengths)[:, None].expand(-1, seen.shape[1], -1)
+    visible = prefix.index_copy(2, seen_slots, seen.expand(len(prefix), -1, -1))
+    return CachedAttention(cache, [additive(visible[:, None], stacks[0].dtype)] * len(stacks[0]))
 
 
 class _Levels:
@@ -136,9 +152,9 @@ class _Levels:
         lengths: Tensor,
         positions: Tensor,
     ):
-        self._head, self._stacks, self._warpers, self._positions = head, stacks, warpers, positions
-        prefix = text_entries(inputs["prompt"], lengths)
-        self._first, self._mask = lengths.max(), additive(prefix[:, None, None], head.dtype)
+        self._head, self._stacks, self._warpers = head, stacks, warpers
+        self._inputs, self._lengths, self._positions = inputs, lengths, positions
+        self._first = lengths.max()
         self._slots: Tensor | None = None
         self._log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
 
@@ -151,9 +167,8 @@ class _Levels:
         first, forest = frontier.num_cached, frontier.forest
         tokens = forest.token_ids[:, first:]
         self._slots = slots = self._first + torch.arange(forest.num_nodes, device=tokens.device)
-        nodes = additive(forest.plan.ancestors[:, None, first:], self._mask.dtype)
-        mask = self._mask.expand(-1, -1, nodes.shape[2], -1).index_copy(3, slots, nodes)
-        attend = CachedAttention(static_cache(self._stacks, slots[first:]), [mask] * len(self._stacks[0]))
+        seen = forest.plan.ancestors[:, first:]
+        attend = _attention(self._stacks, slots[first:], slots, self._inputs, self._lengths, seen)
         positions = (self._positions[:, None] + frontier.depth - 1).expand(tokens.shape)
         states = parent_states(self._fed_back, frontier.previous_index)
         return self.scores(self._head(tokens, states, positions, attend), frontier.depth)
@@ -229,7 +244,7 @@ class CompiledSteps(CompiledForwards):
     def _draft_keys(self, pending: Pending | None, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
         """Keys of the graphs that can grow a tree of this size, the least deep first."""
         deepest, num_read = self._options.depth, 0 if pending is None else self._num_entries
-        form = num_read, self._head.dtype, *form_of(state)
+        form = num_read, self._head.dtype, self._starts is None, *form_of(state)
 
         def key_of(levels: int) -> tuple[Any, ...]:
             num_run = max(levels - 1, 1) * min(size.width, self._head.spec.draft_vocab_size)
@@ -254,6 +269,7 @@ class CompiledSteps(CompiledForwards):
             self._root.copy_(root)
         inputs = {
             "plan": copy_to_device(rows, plan),
+            **self.starts(buffers, batch_size),
             "prompt": self.prompt(buffers, batch_size, capacity),
             "root": self._root,
             "features": self._placed(buffers, features, num_read),

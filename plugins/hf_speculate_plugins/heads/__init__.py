@@ -17,6 +17,7 @@ from .head import Attend as Attend
 from .head import Attention as Attention
 from .head import CachedAttention as CachedAttention
 from .head import LoadedHead as LoadedHead
+from .head import PlacedAttention as PlacedAttention
 from .head import SharingHead as SharingHead
 from .head import known_rows as known_rows
 from .head import rotary_embedding as rotary_embedding

@@ -7,6 +7,7 @@ entries, and everything else that changes comes in as tensors at addresses that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,8 +27,8 @@ from hf_speculate.compilation import (
     pool_of,
 )
 from hf_speculate.drafting import DraftState
-from hf_speculate.scoring import NODE_BUCKETS, tree_backends, width_for
-from hf_speculate.transfers import to_device
+from hf_speculate.scoring import NODE_BUCKETS, kernel_fits, prompt_starts, tree_backends, width_for
+from hf_speculate.transfers import copy_to_device, to_device
 
 from .head import LoadedHead, SharingHead
 from .reading import Reading
@@ -61,6 +62,22 @@ class CompiledForwards:
     def prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
         return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._reading.prompt_mask)
+
+    def starts(self, buffers: Buffers, batch_size: int) -> dict[str, Tensor]:
+        """`starts` [B], the number of padding entries of each row, if the kernel for trees computes attention."""
+        if self._starts is None:
+            return {}
+        tensor = buffers.tensor("starts", (batch_size,), torch.long, self._head.device)
+        if buffers not in self._prompts:
+            copy_to_device(self._starts, tensor)
+        return {"starts": tensor}
+
+    @cached_property
+    def _starts(self) -> list[int] | None:
+        head, reading = self._head, self._reading
+        if self._compiler.backend is not None or not kernel_fits(head.dtype, head.device):
+            return None
+        return prompt_starts(reading.prompt_mask, len(reading.cache.lengths))
 
     def append(
         self,

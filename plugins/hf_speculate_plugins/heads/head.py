@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import fold, output_rows, tree_backends, unhooked
+from hf_speculate.scoring import TreePlace, fold, output_rows, tree_attention, tree_backends, unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead
@@ -59,6 +59,22 @@ class CachedAttention:
                 is_causal=self.is_causal,
                 enable_gqa=keys.shape[1] != queries.shape[1],
             )
+
+
+class PlacedAttention:
+    """`Attend` for a recorded forward that appends to static buffers, by the kernel for trees.
+
+    Args:
+        cache: static buffers of keys and values.
+        place: position of the new entries, and what they see.
+    """
+
+    def __init__(self, cache: Cache, place: TreePlace):
+        self.cache, self.place = cache, place
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = self.cache.update(keys, values, layer)
+        return tree_attention(queries, keys, values, self.place).transpose(1, 2)
 
 
 def folded_attention(
