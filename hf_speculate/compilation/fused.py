@@ -71,7 +71,7 @@ def fusing(function: Function) -> Function:
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """What kernels replace in recordings of `module`, found out once."""
+    """Everything that kernels replace in recordings of `module`, found out once."""
     if module not in _places:
         _places[module] = list(_found_in(module)) if has_triton() else []
     return _places[module]

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import TreePlace, fold, output_rows, tree_attention, tree_backends, unhooked
+from hf_speculate.scoring import TreePlace, output_rows, tree_attention, tree_backends, unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead
@@ -49,8 +49,6 @@ class CachedAttention:
         keys, values = self.cache.update(keys, values, layer)
         mask = None if self.masks is None else self.masks[layer]
         with tree_backends(queries.device):
-            if mask is not None and queries.is_cuda and keys.shape[1] != queries.shape[1]:
-                return folded_attention(queries, keys, values, mask)
             return scaled_dot_product_attention(
                 queries,
                 keys,
@@ -75,20 +73,6 @@ class PlacedAttention:
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.update(keys, values, layer)
         return tree_attention(queries, keys, values, self.place).transpose(1, 2)
-
-
-def folded_attention(
-    queries: Float[Tensor, "B H N D"],
-    keys: Float[Tensor, "B KV M D"],
-    values: Float[Tensor, "B KV M D"],
-    mask: Float[Tensor, "R 1 N M"],
-) -> Float[Tensor, "B H N D"]:
-    """Masked attention with the query heads of a KV head as more rows of it (`scoring.fold`). On a GPU torch has no
-    fused kernel for grouped heads with a mask, and would take a dozen kernels."""
-    batch_size, num_kv_heads = keys.shape[:2]
-    rows = queries.reshape(batch_size, num_kv_heads, -1, queries.shape[-1])
-    mask = fold(mask, queries.shape[1] // num_kv_heads).expand(batch_size, -1, -1, -1)
-    return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).reshape(queries.shape)
 
 
 class Attention(nn.Module):
