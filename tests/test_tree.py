@@ -233,7 +233,8 @@ def test_what_is_kept_by_structure_stops_growing(kind):
         gc.collect()
         return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
 
-    assert keep(range(300)) == keep(range(300, 800))
+    before = keep(range(300))
+    assert keep(range(300, 800)) <= before  # what other tests have left may go meanwhile
 
 
 class TestRows:
