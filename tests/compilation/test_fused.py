@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -138,6 +140,15 @@ def test_a_kernel_that_cannot_be_built_takes_no_part(on_cpu, tiny_model, monkeyp
     monkeypatch.setattr(fused, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no C compiler")))
     model = copy.deepcopy(tiny_model("llama")).half()
     assert len(places_of(model)) == model.config.num_hidden_layers + 1, "gates and rotation"
+
+
+def test_a_model_is_not_kept(on_cpu, tiny_model):
+    model = copy.deepcopy(tiny_model("llama")).half()
+    gone, found = weakref.ref(model), len(places_of(model))
+    del model
+    gc.collect()
+    assert found
+    assert gone() is None
 
 
 def test_nothing_is_drawn(on_cpu, tiny_model):
