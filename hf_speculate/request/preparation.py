@@ -79,7 +79,9 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     rows = Rows(sequences, stopping, lockstep=bool(lockstep), are_padded=are_padded, show_cache=call.shows_cache)
     if not scorer.forward.keeps_backends and (backends := backends_in_use(scorer.device)):
-        stats.attention[backends] += 1
+        is_recorded = compiler is not None and compiler.backend is None
+        has_kernel = is_recorded and scorer.attention.static_form(scorer.attention_dtype) == "kernel"
+        stats.attention["kernel for trees, " * has_kernel + backends] += 1
     if compiler is not None:
         scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows, stats))
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)

@@ -17,13 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_speculate import DraftTree, Speculator
 from hf_speculate.cache import TreeCache
 from hf_speculate.compilation import Compiler
-from hf_speculate.scoring import Scorer, backends, backends_in_use, exact_scorer, filler_cache, tree_backends
+from hf_speculate.scoring import Scorer, attention, backends, backends_in_use, exact_scorer, filler_cache, tree_backends
 from hf_speculate.testing import RandomDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads
+from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 from hf_speculate_tools.commands import environment
 
 from ..support.heads import VOCAB, target, write_head
+from ..support.replays import stand_in
 
 
 CPU = torch.device("cpu")
@@ -197,3 +199,13 @@ class TestGenerate:
         model.generate(prompt(9), **REQUEST, speculator=Speculator(drafter, compile="eager"))
         assert len(seen) > 1
         assert {name for name, found in seen.items() if found != {False}} == set()
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    def test_the_kernel_is_named_where_it_is_used(self, prompt, switched, monkeypatch, interpreted):
+        monkeypatch.setattr(attention, "kernel_fits", lambda *_: True)
+        for compile, name in ((False, "flash"), (None, "kernel for trees")):
+            with monkeypatch.context() as patch:
+                stand_in(patch)
+                speculator = Speculator(PromptLookupDrafter(), compile=compile)
+                target().generate(prompt(9), **REQUEST | {"max_new_tokens": 3}, speculator=speculator)
+            assert next(iter(speculator.stats.attention)).startswith(name)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.scoring import backends_in_use
+from hf_speculate.scoring import backends_in_use, kernel_fits
 from hf_speculate.speculator import installed_drafters
 
 
@@ -42,12 +42,16 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _attention(device: torch.device) -> dict[str, Any]:
-    """Attention backends of our forwards, and whether other forwards may use cuDNN's; nothing where there is no
-    choice."""
+    """Attention backends of our forwards, whether recorded ones have a kernel, and whether other forwards may use
+    cuDNN's; nothing where there is no choice."""
     backends = backends_in_use(device)
     if not backends:
         return {}
-    return {"attention": backends, "cudnn_in_plain_generate": torch.backends.cuda.cudnn_sdp_enabled()}
+    return {
+        "attention": backends,
+        "kernel_for_trees": kernel_fits(torch.bfloat16, device),
+        "cudnn_in_plain_generate": torch.backends.cuda.cudnn_sdp_enabled(),
+    }
 
 
 def drafter_list() -> list[dict[str, str]]:
