@@ -14,6 +14,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, StaticTree
 
+from ..support.replays import stand_in
 from ..support.tiny_heads import write_eagle_head
 
 
@@ -100,6 +101,18 @@ def test_what_others_draw_counts_where_stock_counts_it(tiny_model, prompt, name,
             ours, our_rng = generate(model, ids, 3, Speculator(drafter), do_sample=do_sample, **OTHERS[name]())
             assert torch.equal(ours, plain), type(drafter).__name__
             assert torch.equal(our_rng, rng), type(drafter).__name__
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_tokens_that_a_forward_has_chosen_end_where_others_draw(tiny_model, prompt, monkeypatch):
+    """As on a GPU: all tokens of a round are chosen at once, with noise that a criterion then makes outdated."""
+    model, ids, others = tiny_model(), prompt(WIDTH), OTHERS["a criterion"]
+    plain, rng = generate(model, ids, 3, None, do_sample=True, **others())
+    stand_in(monkeypatch)
+    speculator = Speculator(ScriptedDrafter(plain[:, WIDTH:], (1,) * 5, vocab_size=VOCAB_SIZE))
+    ours, our_rng = generate(model, ids, 3, speculator, do_sample=True, **others())
+    assert torch.equal(ours, plain)
+    assert torch.equal(our_rng, rng)
 
 
 def test_a_round_goes_on_behind_a_streamer_that_draws_nothing(tiny_model, prompt):
