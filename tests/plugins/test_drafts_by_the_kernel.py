@@ -18,14 +18,13 @@ from ..support.heads import PLAIN, SHAPES, target, write_head
 from ..support.inputs import padded_batch
 from ..support.recorded_drafts import assert_alike, assert_same_nodes, drafts_of
 from ..support.replays import stand_in
+from ..support.tiers import quick
 
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked_shapes"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:TRITON_DEFAULT_FP_FUSION"),
 ]
-
-LENGTHS = pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
 
 
 @pytest.fixture
@@ -49,8 +48,8 @@ def calls(monkeypatch):
     return found
 
 
-@LENGTHS
-@pytest.mark.parametrize("layout", ["safeailab", "eagle1"])
+@pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
+@pytest.mark.parametrize("layout", quick(["safeailab", "eagle1"], "safeailab"))
 def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
     monkeypatch.setattr(compiled, "kernel_fits", lambda *_: True)
 
@@ -69,6 +68,7 @@ def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
     assert "eagle_draft" in replays.names
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [((9, 4, 13), {"depth": 2}), ((12,), {"depth": 2, "top_k": 3, "max_nodes": 6})],

@@ -207,7 +207,7 @@ def test_a_request_that_is_interrupted_leaves_a_cache_to_go_on_with(device, repl
     assert again[0, 9:].tolist() == text
 
 
-@pytest.mark.parametrize("name", ["eagle-3", "medusa", "dspark"])
+@pytest.mark.parametrize("name", quick(["eagle-3", "medusa", "dspark"], "eagle-3"))
 @pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
 def test_trees_that_the_policy_cuts(device, replays, prompt, tmp_path, monkeypatch, name, lengths):
     """They have fewer nodes than the forward that they are padded to."""
