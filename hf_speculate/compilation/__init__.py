@@ -17,5 +17,8 @@ from .buffers import static_cache as static_cache
 from .graphs import Compiler as Compiler
 from .graphs import compiler_of as compiler_of
 from .graphs import find_backend as find_backend
+from .layer_kernels import has_triton as has_triton
+from .layer_kernels import is_interpreting as is_interpreting
+from .layer_kernels import power_of_two as power_of_two
 from .recording import Recordings as Recordings
 from .recording import is_recordable as is_recordable

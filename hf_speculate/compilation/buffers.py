@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..cache import PreallocatedLayer
-from ..transfers import to_device
+from ..transfers import copy_to_device, to_device
 
 
 def padded(inputs: Tensor, width: int) -> Tensor:
@@ -142,6 +142,13 @@ class PromptMasks:
 
     def __contains__(self, buffers: Buffers) -> bool:
         return buffers in self._written
+
+    def place_starts(self, buffers: Buffers, starts: Sequence[int], device: torch.device) -> Tensor:
+        """The number of padding entries before each row, int64 [B]. Call it before `place`, which ends the writing."""
+        placed = buffers.tensor("starts", (len(starts),), torch.long, device)
+        if buffers not in self:
+            copy_to_device(list(starts), placed)
+        return placed
 
     def place(self, buffers: Buffers, shape: SetKey, device: torch.device, mask: Tensor | None) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end.

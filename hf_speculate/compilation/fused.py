@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,8 +59,9 @@ class Place(NamedTuple):
 _places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
 
 
+@cache
 def fusing(function: Function) -> Function:
-    """`function` with kernels in place of what they agree with, in all modules among its arguments."""
+    """`function`, with kernels in place of what they agree with in all modules among its arguments; made once."""
 
     @wraps(function)
     def run(*arguments: Any) -> Any:
@@ -136,23 +137,20 @@ def _size_of(module: Any) -> int:
 
 def _sample(module: nn.Module, *shape: int) -> Tensor:
     """Values between -1 and 1 that look random. Drawing them would change what the request draws."""
-    device, count = next(module.parameters()).device, torch.Size(shape).numel()
-    values = torch.arange(1, count + 1, dtype=torch.float32, device=device).square().mul(0.7).sin()
-    return values.view(shape).to(_dtype_of(module))
+    count, device = torch.Size(shape).numel(), next(module.parameters()).device
+    numbers = torch.arange(1, count + 1, dtype=torch.float32, device=device)
+    return numbers.square().mul(0.7).sin().view(shape).to(_dtype_of(module))
 
 
 def _agrees(replacement: Function, stock: Function, inputs: tuple[Tensor, ...]) -> bool:
     """Whether both give the same. A kernel that cannot be built or launched agrees with nothing."""
     try:
-        pairs = zip(_as_list(replacement(*inputs)), _as_list(stock(*inputs)), strict=True)
-        return all(_are_close(found, expected) for found, expected in pairs)
+        both = replacement(*inputs), stock(*inputs)
+        pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in both), strict=True)
+        return all(_are_close(*pair) for pair in pairs)
     except Exception as error:  # of Triton, of a compiler, of something that only has the same name
         logger.info(f"{type(stock).__name__} is recorded as it is: {first_line(error)}")
         return False
-
-
-def _as_list(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)
 
 
 def _are_close(found: Tensor, expected: Tensor) -> bool:

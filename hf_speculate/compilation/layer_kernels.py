@@ -31,8 +31,11 @@ _VARYING = ("count", "batch", "out_batch", "table_batch")
 
 def has_triton() -> bool:
     """Whether Triton is installed, and can run here: on a GPU, or interpreted."""
-    is_possible = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-    return is_possible and importlib.util.find_spec("triton") is not None
+    return (is_interpreting() or torch.cuda.is_available()) and importlib.util.find_spec("triton") is not None
+
+
+def is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def rms_norm(states: Float[Tensor, "*N H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "*N H"]:
@@ -42,7 +45,7 @@ def rms_norm(states: Float[Tensor, "*N H"], weight: Float[Tensor, " H"], eps: fl
     outputs = torch.empty_like(rows)
     with torch.cuda.device_of(states):
         _kernels()["norm"][(len(rows),)](
-            rows, weight, outputs, size, eps, BLOCK=_power_of_two(size), num_warps=8, **_EXACT
+            rows, weight, outputs, size, eps, BLOCK=power_of_two(size), num_warps=8, **_EXACT
         )
     return outputs.view(states.shape)
 
@@ -58,7 +61,7 @@ def rotated(
             *(states, cos, sin, outputs, count, *states.stride(), *outputs.stride()),
             # the prompt's positions may be shared by all rows
             *(0 if len(cos) == 1 else count, size // 2),
-            BLOCK=_power_of_two(size // 2),
+            BLOCK=power_of_two(size // 2),
             num_warps=1,
             **_EXACT,
         )
@@ -76,7 +79,8 @@ def gated(gate: Float[Tensor, "*N H"], up: Float[Tensor, "*N H"]) -> Float[Tenso
     return outputs
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 

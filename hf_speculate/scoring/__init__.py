@@ -60,6 +60,7 @@ from .static import problem_with_static as problem_with_static
 from .static import width_for as width_for
 from .static_forward import Along as Along
 from .static_forward import text_entries as text_entries
+from .static_forward import text_mask as text_mask
 from .structure import quantization_label as quantization_label
 from .structure import structure_key as structure_key
 from .support import Shape as Shape

@@ -266,9 +266,7 @@ class StaticForward(Forward):
 
     def _prompt_inputs(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> dict[str, Tensor]:
         """Inputs that stay for a whole request: whether entries are real [B, M], and where rows start [B]."""
-        starts = buffers.tensor("starts", (batch_size,), torch.long, scorer.device)
-        if buffers not in self._prompts:
-            copy_to_device(self._prompt_starts(scorer) or [0] * batch_size, starts)
+        starts = self._prompts.place_starts(buffers, self._prompt_starts(scorer) or [0] * batch_size, scorer.device)
         prompt = self._prompts.place(buffers, (batch_size, capacity), scorer.device, scorer.prompt_mask)
         return {"prompt": prompt, "starts": starts}
 

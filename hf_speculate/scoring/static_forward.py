@@ -121,6 +121,18 @@ def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Boo
     return (torch.arange(prompt.shape[1], device=prompt.device) < lengths[:, None]) & prompt
 
 
+def text_mask(
+    prompt: Bool[Tensor, "B M"],
+    lengths: Int[Tensor, " B"],
+    slots: Int[Tensor, " S"],
+    seen: Bool[Tensor, "R N S"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "B 1 N M"]:
+    """The additive mask of queries that see `text_entries`, and of the entries in `slots` those in `seen`."""
+    prefix = text_entries(prompt, lengths)[:, None].expand(-1, seen.shape[1], -1)
+    return additive(prefix.index_copy(2, slots, seen.expand(len(prefix), -1, -1))[:, None], dtype)
+
+
 @dataclass(frozen=True)
 class StaticNodes:
     """The nodes of a tree as tensors of static shape, read from a plan [B, NODES + 2 W].
@@ -158,14 +170,8 @@ class StaticNodes:
         return cls(lengths, (raw_tokens, raw_parents), tokens, parents, tree, positions, slots)
 
     def mask(self, prompt: Bool[Tensor, "B M"], dtype: torch.dtype) -> Float[Tensor, "B 1 W M"]:
-        """The additive mask over a whole buffer.
-
-        Args:
-            prompt: False for left padding and holes of the prompt.
-        """
-        prefix = text_entries(prompt, self.lengths)
-        seen = prefix[:, None].expand(-1, self.tokens.shape[1], -1)
-        return additive(seen.index_copy(2, self.slots, self.tree.ancestors)[:, None], dtype)
+        """The additive mask over a whole buffer; see `text_mask`."""
+        return text_mask(prompt, self.lengths, self.slots, self.tree.ancestors, dtype)
 
 
 def tree_forward(

@@ -13,10 +13,9 @@ TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 import math
-import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..compilation import has_triton, is_interpreting, power_of_two
 from ..errors import first_line
 from ..messages import get_logger
 
@@ -72,12 +72,9 @@ class TreePlace:
 
 def has_kernel() -> bool:
     """Whether `tree_attention` can run here. It needs Triton, and a GPU with bfloat16 (from 8.0) or the interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    if _is_interpreting():
-        return True
-    has_bfloat16 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-    return has_bfloat16 and _runs(torch.cuda.current_device())
+    return has_triton() and (
+        is_interpreting() or (torch.cuda.get_device_capability() >= (8, 0) and _runs(torch.cuda.current_device()))
+    )
 
 
 @cache
@@ -142,7 +139,7 @@ def tree_attention(
     partials = query.new_empty(num_pairs, num_parts, num_rows, head_dim, dtype=torch.float32)
     outputs = query.new_empty(batch_size, num_nodes, num_heads, head_dim)
     attend, merge = _kernels()
-    factor = tl.float32 if _is_interpreting() else getattr(tl, str(query.dtype).removeprefix("torch."))
+    factor = tl.float32 if is_interpreting() else getattr(tl, str(query.dtype).removeprefix("torch."))
     sizes = {"HEAD_DIM": head_dim, "BLOCK_DIM": block_dim, "num_warps": _NUM_WARPS}
     with torch.cuda.device_of(query):  # Triton launches on the current device
         attend[(num_blocks, num_parts, num_pairs)](
@@ -187,10 +184,6 @@ def plain_tree_attention(
     return outputs.flatten(2, 3).to(query.dtype).contiguous()
 
 
-def _is_interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -198,16 +191,11 @@ def _num_processors(device: torch.device) -> int:
 
 def _blocks(num_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows of a program, keys of a tile, and padded head size."""
-    block_dim = _power_of_two(head_dim)
+    block_dim = max(16, power_of_two(head_dim))  # tensor cores need 16
     if dtype == torch.float32:  # exact products take no tensor cores: smaller blocks stay in registers
         return 16, max(16, _TILE_BYTES // 8 // block_dim), block_dim
     block_keys = min(_TILE_BYTES // 2 // block_dim, _LARGEST_BLOCK)
-    return min(_power_of_two(num_rows), _LARGEST_BLOCK), block_keys, block_dim
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`; at least 16, which tensor cores need."""
-    return max(16, 1 << (size - 1).bit_length())
+    return min(max(16, power_of_two(num_rows)), _LARGEST_BLOCK), block_keys, block_dim
 
 
 @cache

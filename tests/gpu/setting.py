@@ -17,9 +17,11 @@ import torch
 from hf_speculate.scoring import backends
 from hf_speculate.speculator import EngineOptions
 
+from .supervisor import WAYS
+
 
 # Name of each way to run a round -> value of `Speculator(compile=)`.
-MODES: dict[str, bool | str | None] = {"eager": False, "recorded": None, "compiled": True}
+MODES: dict[str, bool | str | None] = dict(zip(WAYS, (False, None, True), strict=True))
 _FRAMES = 12
 
 
@@ -41,7 +43,7 @@ class Setting:
     is_tiny: bool
     until: float
     write: Callable[[dict[str, Any]], None]
-    ways: Sequence[str] = tuple(MODES)
+    ways: Sequence[str] = WAYS
 
     @property
     def on_cuda(self) -> bool:

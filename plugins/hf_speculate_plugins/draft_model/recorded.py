@@ -36,11 +36,11 @@ from hf_speculate.scoring import (
     problem_with_static,
     prompt_starts,
     takes_position_ids,
-    text_entries,
+    text_mask,
     tree_backends,
 )
 from hf_speculate.transfers import copy_to_device
-from hf_speculate.tree import DraftTree, additive
+from hf_speculate.tree import DraftTree
 
 from ..heads import form_of, request_inputs
 from ..trees import Frontier, grow_tree, num_candidates
@@ -163,18 +163,13 @@ class _Levels:
     @contextmanager
     def _masking(self, seen_slots: Int[Tensor, " S"], seen: Bool[Tensor, "R N S"]) -> Iterator[Tensor]:
         """A context that gives the mask of a forward, in the form for the model."""
+        make_mask = partial(text_mask, self.inputs["prompt"], self.lengths, seen_slots, seen, self.stacks[0].dtype)
         if (starts := self.inputs.get("starts")) is not None:
-            make_mask = partial(self._mask, seen_slots, seen)
             with placed(TreePlace(starts, self.lengths, seen_slots[:1], seen), make_mask) as mask:
                 yield mask
         else:
-            mask = self._mask(seen_slots, seen)
+            mask = make_mask()
             yield fold(mask, self.groups) if self.groups > 1 else mask
-
-    def _mask(self, seen_slots: Int[Tensor, " S"], seen: Bool[Tensor, "R N S"]) -> Float[Tensor, "B 1 N M"]:
-        prefix = text_entries(self.inputs["prompt"], self.lengths)[:, None].expand(-1, seen.shape[1], -1)
-        visible = prefix.index_copy(2, seen_slots, seen.expand(len(prefix), -1, -1))
-        return additive(visible[:, None], self.stacks[0].dtype)
 
     def _scores(self, logits: Tensor, depth: int) -> Tensor:
         noise = self.inputs.get("noise")
@@ -294,9 +289,7 @@ class RecordedDrafts:
         )
         inputs = {"plan": copy_to_device(rows, plan)}
         if self._starts is not None:
-            inputs["starts"] = starts = buffers.tensor("starts", (batch_size,), torch.long, device)
-            if buffers not in self._prompts:
-                copy_to_device(self._starts, starts)
+            inputs["starts"] = self._prompts.place_starts(buffers, self._starts, device)
         inputs["prompt"] = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)
         inputs |= request_inputs(buffers, state, shape[0], device)
         return self._scorer.model, stacks, inputs, tuple(state.warpers), self._vocab_size, self._groups, *shape

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.scoring import Along, TreePlace, text_entries
+from hf_speculate.scoring import Along, TreePlace, text_mask
 from hf_speculate.transfers import copy_to_device, to_device
-from hf_speculate.tree import DraftTree, TreePlan, additive
+from hf_speculate.tree import DraftTree, TreePlan
 
 from ..heads import Attend, CachedAttention, CompiledForwards, PlacedAttention, form_of, log_noise_of, request_inputs
 from ..trees import Frontier, grow_tree, num_candidates
@@ -130,9 +130,8 @@ def _attention(
     cache = static_cache(stacks, slots)
     if (starts := inputs.get("starts")) is not None:
         return PlacedAttention(cache, TreePlace(starts, lengths, seen_slots[:1], seen))
-    prefix = text_entries(inputs["prompt"], lengths)[:, None].expand(-1, seen.shape[1], -1)
-    visible = prefix.index_copy(2, seen_slots, seen.expand(len(prefix), -1, -1))
-    return CachedAttention(cache, [additive(visible[:, None], stacks[0].dtype)] * len(stacks[0]))
+    mask = text_mask(inputs["prompt"], lengths, seen_slots, seen, stacks[0].dtype)
+    return CachedAttention(cache, [mask] * len(stacks[0]))
 
 
 class _Levels:
@@ -269,7 +268,7 @@ class CompiledSteps(CompiledForwards):
             self._root.copy_(root)
         inputs = {
             "plan": copy_to_device(rows, plan),
-            **self.starts(buffers, batch_size),
+            **self.starts(buffers),
             "prompt": self.prompt(buffers, batch_size, capacity),
             "root": self._root,
             "features": self._placed(buffers, features, num_read),

@@ -28,7 +28,7 @@ from hf_speculate.compilation import (
 )
 from hf_speculate.drafting import DraftState
 from hf_speculate.scoring import NODE_BUCKETS, kernel_fits, prompt_starts, tree_backends, width_for
-from hf_speculate.transfers import copy_to_device, to_device
+from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead
 from .reading import Reading
@@ -63,14 +63,11 @@ class CompiledForwards:
         """Whether entries are real [B, M], apart from where rows end."""
         return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._reading.prompt_mask)
 
-    def starts(self, buffers: Buffers, batch_size: int) -> dict[str, Tensor]:
+    def starts(self, buffers: Buffers) -> dict[str, Tensor]:
         """`starts` [B], the number of padding entries of each row, if the kernel for trees computes attention."""
         if self._starts is None:
             return {}
-        tensor = buffers.tensor("starts", (batch_size,), torch.long, self._head.device)
-        if buffers not in self._prompts:
-            copy_to_device(self._starts, tensor)
-        return {"starts": tensor}
+        return {"starts": self._prompts.place_starts(buffers, self._starts, self._head.device)}
 
     @cached_property
     def _starts(self) -> list[int] | None:
