@@ -137,9 +137,8 @@ def _size_of(module: Any) -> int:
 
 def _sample(module: nn.Module, *shape: int) -> Tensor:
     """Values between -1 and 1 that look random. Drawing them would change what the request draws."""
-    count, device = torch.Size(shape).numel(), next(module.parameters()).device
-    numbers = torch.arange(1, count + 1, dtype=torch.float32, device=device)
-    return numbers.square().mul(0.7).sin().view(shape).to(_dtype_of(module))
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=next(module.parameters()).device)
+    return (numbers + 1).square().mul(0.7).sin().view(shape).to(_dtype_of(module))
 
 
 def _agrees(replacement: Function, stock: Function, inputs: tuple[Tensor, ...]) -> bool:
