@@ -31,9 +31,9 @@ from .deepening import WhilePaying
 # Together they are 2 % of 64 tokens.
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
-# The start where forwards are padded. There the smallest draft costs 0.4 forwards, not 0.15, and 0.6 would be gone with
-# the first one that is wrong.
-LOSS_START_PADDED = 1.0
+# The start where forwards are padded, as in recordings. There a draft costs 0.4 to 1.5 forwards whatever its size, and
+# to record it once takes as long as dozens.
+LOSS_START_PADDED = 3.0
 # Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
 # that pays. A new request may lose a part of an earlier request's winnings, for the same reason.
 _BANK = 8.0
@@ -115,8 +115,8 @@ class AdaptiveSession(PolicySession):
         if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
         self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
-        if not self._costs.drafting:
-            return Budget(None, 1)  # one level measures what a level costs
+        if not self._costs.drafting and not self._costs.widths:
+            return Budget(None, 1)  # one level measures what a level costs; recordings for it would cost more
         return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
     def deepening(self) -> Deepening | None:
@@ -158,6 +158,9 @@ class AdaptiveSession(PolicySession):
         taken = round.seconds.total - round.seconds.drafting
         costs.rounds.record(costs.width(drafted), taken, context)
         seconds = costs.verifying(drafted, context)
+        if self._deepening is None:
+            costs.record_idle(round.seconds.drafting, context)
+            seconds += costs.idle(context)
         charged = quiet = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
@@ -272,11 +275,11 @@ class AdaptiveSession(PolicySession):
         `depth` is the number of levels that were drafted.
         """
         seconds, context = self._costs.verifying, self._situation.context
-        per_second, plain = 1 / self._seconds_of_token, self._plain
+        per_second, root_alone = 1 / self._seconds_of_token, seconds(0, context)
         worth, best, best_worth = 0.0, 0, 0.0
         for count, probability in enumerate(probabilities, start=1):
             worth += probability
-            net = worth - (seconds(count, context) - plain) * per_second
+            net = worth - (seconds(count, context) - root_alone) * per_second
             if net > best_worth:
                 best, best_worth = count, net
         return _largest(best, lambda count: self._can_pay(depth, count))

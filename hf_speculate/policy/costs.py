@@ -17,6 +17,7 @@ _STEP = 0.02  # largest relative change by one later observation: times have out
 # another quarter did.
 _RESTLESS = 1.2
 _NUM_RECENT = 12
+_LEAST = 1e-9  # seconds
 # Assumed cost of a node and of a level before any was timed, in one-token forwards; low, so that it is tried.
 _PER_NODE = 0.02
 _PER_LEVEL = 0.1
@@ -253,8 +254,8 @@ def _octave(context: int) -> int:
 class RoundCosts:
     """Measured cost of rounds on one target at one batch size; all calls of a speculator share it.
 
-    Three costs are kept: drafting by depth, a call of a drafter that finds nothing, and the rest of the round by nodes
-    (root included).
+    Four costs are kept: drafting by depth, a call of a drafter that finds nothing, the same phase of a round without a
+    draft (it has the work between two rounds, too), and the rest of the round by nodes (root included).
 
     Args:
         like: costs at another batch size to begin with; None for none.
@@ -267,14 +268,23 @@ class RoundCosts:
         self.rounds = Timings(lambda size: 1 + _PER_NODE * size, None if like is None else like.rounds)
         self.drafting = Timings(lambda depth: 1 + depth, None if like is None else like.drafting)
         self.asking = Timings(lambda _: 1.0, None if like is None else like.asking)
+        self._idle = Timings(lambda _: 1.0, None if like is None else like._idle)
 
     def width(self, num_nodes: int) -> int:
         """Number of nodes that a round with `num_nodes` draft nodes runs."""
         return next((width for width in self.widths if width > num_nodes), num_nodes + 1)
 
+    def idle(self, context: int = 0) -> float:
+        """Seconds of a round without a draft in which others draft."""
+        return self._idle.at(1, context) if self._idle else 0.0
+
+    def record_idle(self, seconds: float, context: int) -> None:
+        """Learns one observation of `idle`."""
+        self._idle.record(1, max(seconds, _LEAST), context)
+
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""
-        return self.rounds.at(1, context)
+        return self.rounds.at(1, context) + self.idle(context)
 
     def verifying(self, num_nodes: int, context: int = 0) -> float:
         """Seconds of a round with `num_nodes` draft nodes, without drafting."""
@@ -288,7 +298,7 @@ class RoundCosts:
         """
         plain = self.plain(context)
         dear = _DEAR * plain
-        drafting = dear * depth
+        drafting = self.idle(context) + dear * depth
         if self.drafting and (self.drafting.is_established(depth, context) or not is_doubtful):
             drafting = self.drafting.at_most(depth, dear, context)
         if self.asking and (self.asking.is_established(1, context) or not is_doubtful):
