@@ -104,6 +104,8 @@ def _replacement_for(module: nn.Module) -> Function | None:
         return None
     if isinstance(getattr(module, "variance_epsilon", None), float) and isinstance(module.weight, Tensor):
         return _norm
+    if type(module) is nn.RMSNorm and module.weight.dim() == 1:
+        return _norm_of_torch
     names = ("gate_proj", "up_proj", "down_proj")
     return _gate if all(isinstance(getattr(module, name, None), nn.Module) for name in names) else None
 
@@ -112,6 +114,13 @@ def _norm(module: Any, states: Tensor) -> Tensor:
     if states.dtype != module.weight.dtype:
         return type(module).forward(module, states)
     return rms_norm(states, module.weight, module.variance_epsilon)
+
+
+def _norm_of_torch(module: Any, states: Tensor) -> Tensor:
+    if states.dtype != module.weight.dtype:
+        return type(module).forward(module, states)
+    eps = torch.finfo(states.dtype).eps if module.eps is None else module.eps
+    return rms_norm(states, module.weight, eps, rounds_once=True)
 
 
 def _gate(module: Any, states: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from functools import cache
 from typing import Any
@@ -19,6 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..errors import first_line
+from ..messages import get_logger
+
+
+logger = get_logger(__name__)
 
 tl: Any = None  # triton.language, once a kernel is wanted: importing it takes a second
 
@@ -30,23 +36,40 @@ _VARYING = ("count", "batch", "out_batch", "table_batch")
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed, and can run here: on a GPU, or interpreted."""
-    return (is_interpreting() or torch.cuda.is_available()) and importlib.util.find_spec("triton") is not None
+    """Whether Triton is installed, and its kernels run here: on a GPU, or interpreted."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return is_interpreting() or (torch.cuda.is_available() and _builds(torch.cuda.current_device()))
+
+
+@cache
+def _builds(device_index: int) -> bool:
+    """Whether a kernel can be built and launched: Triton needs a C compiler, which small images lack."""
+    try:
+        states = torch.zeros(1, 16, dtype=torch.float16, device=torch.device("cuda", device_index))
+        rms_norm(states, states[0], 1.0)
+    except Exception as error:  # of Triton, of a compiler, of the driver
+        where = logger.isEnabledFor(logging.DEBUG)
+        logger.warning(f"forwards run without kernels of Triton: {first_line(error)}", exc_info=where)
+        return False
+    return True
 
 
 def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def rms_norm(states: Float[Tensor, "*N H"], weight: Float[Tensor, " H"], eps: float) -> Float[Tensor, "*N H"]:
-    """`weight * (states / rms(states))`; the quotient is rounded to the dtype of the states first."""
+def rms_norm(
+    states: Float[Tensor, "*N H"], weight: Float[Tensor, " H"], eps: float, *, rounds_once: bool = False
+) -> Float[Tensor, "*N H"]:
+    """`weight * (states / rms(states))`. The quotient is rounded to the dtype of the states first, as in Llama's norm;
+    or only the result is, as in `nn.RMSNorm`."""
     size = states.shape[-1]
     rows = states.contiguous().view(-1, size)
     outputs = torch.empty_like(rows)
     with torch.cuda.device_of(states):
-        _kernels()["norm"][(len(rows),)](
-            rows, weight, outputs, size, eps, BLOCK=power_of_two(size), num_warps=8, **_EXACT
-        )
+        sizes = {"BLOCK": power_of_two(size), "ROUNDS_ONCE": rounds_once}
+        _kernels()["norm"][(len(rows),)](rows, weight, outputs, size, eps, **sizes, num_warps=8, **_EXACT)
     return outputs.view(states.shape)
 
 
@@ -92,13 +115,15 @@ def _kernels() -> dict[str, Any]:
     return {"norm": triton.jit(_norm), "rotate": rotate, "gate": triton.jit(_gate)}
 
 
-def _norm(rows, weight, outputs, size, eps, BLOCK: tl.constexpr):  # type: ignore
+def _norm(rows, weight, outputs, size, eps, BLOCK: tl.constexpr, ROUNDS_ONCE: tl.constexpr):  # type: ignore
     """One row."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     is_column = columns < size
     values = tl.load(rows + row * size + columns, mask=is_column, other=0.0).to(tl.float32)
     factor = 1.0 / tl.sqrt(tl.sum(values * values, 0) / size + eps)
-    normed = (values * factor).to(rows.dtype.element_ty).to(tl.float32)
+    normed = values * factor
+    if not ROUNDS_ONCE:
+        normed = normed.to(rows.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     tl.store(outputs + row * size + columns, (scale * normed).to(outputs.dtype.element_ty), mask=is_column)
 

@@ -14,7 +14,6 @@ TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on 
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -25,11 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..compilation import has_triton, is_interpreting, power_of_two
-from ..errors import first_line
-from ..messages import get_logger
 
-
-logger = get_logger(__name__)
 
 # Two programs share a multiprocessor: one computes while the other waits for keys. Two of 4 warps with 255 registers
 # per thread just fit.
@@ -72,24 +67,7 @@ class TreePlace:
 
 def has_kernel() -> bool:
     """Whether `tree_attention` can run here. It needs Triton, and a GPU with bfloat16 (from 8.0) or the interpreter."""
-    return has_triton() and (
-        is_interpreting() or (torch.cuda.get_device_capability() >= (8, 0) and _runs(torch.cuda.current_device()))
-    )
-
-
-@cache
-def _runs(device_index: int) -> bool:
-    """Whether the kernel can be built and launched: Triton needs a C compiler, which small images lack."""
-    try:
-        states = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16, device=torch.device("cuda", device_index))
-        numbers = torch.zeros(1, dtype=torch.long, device=states.device)
-        node = torch.ones(1, 1, 1, dtype=torch.bool, device=states.device)
-        tree_attention(states[:, :, :1], states, states, TreePlace(numbers, numbers, numbers, node))
-    except Exception as error:  # of Triton, of a compiler, of the driver
-        where = logger.isEnabledFor(logging.DEBUG)
-        logger.warning(f"attention of trees runs without its kernel: {first_line(error)}", exc_info=where)
-        return False
-    return True
+    return has_triton() and (is_interpreting() or torch.cuda.get_device_capability() >= (8, 0))
 
 
 def num_splits(batch_size: int, num_kv_heads: int, num_blocks: int, capacity: int, num_processors: int = 132) -> int:

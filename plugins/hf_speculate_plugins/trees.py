@@ -28,6 +28,8 @@ from hf_speculate.drafting import Warpers, rank_children
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan, TreeRow
 
+from .top_shares import takes, top_shares
+
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
@@ -131,6 +133,8 @@ def grow_tree(
 
 def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
     """`log_softmax` of the best `count` columns, and these columns, best first."""
+    if takes(scores, count):
+        return top_shares(scores, count)
     if scores.is_cuda:  # one kernel instead of eight
         return torch.log_softmax(scores, dim=-1, dtype=torch.float32).topk(count, dim=-1)
     best, columns = scores.float().topk(count, dim=-1)

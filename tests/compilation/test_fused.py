@@ -46,6 +46,9 @@ def check_kernels(dtype, device, tolerance):
         norm = LlamaRMSNorm(size, eps=1e-5).to(device, dtype)
         norm.weight.data.copy_(weight)
         torch.testing.assert_close(rms_norm(states, weight, 1e-5), norm(states), rtol=max(tolerance, 2**-9), atol=1e-5)
+        once = functional.rms_norm(states.double(), (size,), weight.double(), 1e-5).to(dtype)
+        found = rms_norm(states, weight, 1e-5, rounds_once=True)
+        torch.testing.assert_close(found, once, rtol=tolerance, atol=1e-5)
     for heads, tables in ((4, 2), (1, 1)):
         states, cos, sin = inputs_of(dtype, device, (2, 5, heads, 24), (tables, 5, 24), (tables, 5, 24))
         states = states.transpose(1, 2)
@@ -98,6 +101,13 @@ def test_all_layers_take_part_and_the_result_stays(on_cpu, tiny_model, prompt, a
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
 
 
+def test_norms_of_torch_take_part(on_cpu):
+    norm, (states,) = torch.nn.RMSNorm(24, eps=1e-5).half(), inputs_of(torch.float16, "cpu", (2, 3, 24))
+    (place,) = places_of(norm)
+    torch.testing.assert_close(place.replacement(states), norm(states), rtol=2**-9, atol=1e-5)
+    assert places_of(torch.nn.RMSNorm((2, 24)).half()) == []
+
+
 @pytest.mark.parametrize("name", ["Gemma's norm", "a gate with GELU", "float32", "a forward of someone else"])
 def test_what_computes_something_else_stays_as_it_is(on_cpu, tiny_model, name):
     layer = copy.deepcopy(tiny_model("llama")).half().model.layers[0]
@@ -136,7 +146,15 @@ def test_others_see_nothing_of_it(on_cpu, tiny_model, monkeypatch):
     assert torch.equal(fusing(lambda norm: norm(states))(norm), states + 1)
 
 
-def test_a_kernel_that_cannot_be_built_takes_no_part(on_cpu, tiny_model, monkeypatch):
+def test_kernels_that_cannot_be_built_are_done_without(monkeypatch, logged):
+    """As where there is no C compiler, here where there is no GPU."""
+    layer_kernels._builds.cache_clear()
+    assert not layer_kernels._builds(0)
+    assert any("forwards run without kernels of Triton" in line for line in logged())
+    layer_kernels._builds.cache_clear()
+
+
+def test_a_kernel_that_disagrees_takes_no_part(on_cpu, tiny_model, monkeypatch):
     monkeypatch.setattr(fused, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no C compiler")))
     model = copy.deepcopy(tiny_model("llama")).half()
     assert len(places_of(model)) == model.config.num_hidden_layers + 1, "gates and rotation"

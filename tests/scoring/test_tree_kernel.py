@@ -15,6 +15,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 from torch.nn import functional
 
+from hf_speculate.compilation import layer_kernels
 from hf_speculate.scoring import tree_kernel
 from hf_speculate.scoring.tree_kernel import TreePlace, has_kernel
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, TreePlan
@@ -268,20 +269,12 @@ def test_a_kernel_takes_a_gpu_or_the_interpreter(monkeypatch):
             is_available=lambda: True, get_device_capability=lambda found=capability: found, current_device=lambda: 0
         )
         monkeypatch.setattr(torch, "cuda", cuda)
-        monkeypatch.setattr(tree_kernel, "_runs", lambda index: True)
+        monkeypatch.setattr(layer_kernels, "_builds", lambda index: True)
         assert has_kernel() == is_enough
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: False))
     assert not has_kernel()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert has_kernel()
-
-
-def test_a_kernel_that_cannot_be_built_is_done_without(monkeypatch, logged):
-    """As where there is no C compiler, here where there is no GPU."""
-    tree_kernel._runs.cache_clear()
-    assert not tree_kernel._runs(0)
-    assert any("attention of trees runs without its kernel" in line for line in logged())
-    tree_kernel._runs.cache_clear()
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 
 from hf_speculate.compilation import layer_kernels
 from hf_speculate.scoring import tree_kernel
+from hf_speculate_plugins import top_shares
 
 
 @pytest.fixture
@@ -25,8 +26,8 @@ def interpreted(monkeypatch):
 
 
 def _forget() -> None:
-    tree_kernel._kernels.cache_clear()
-    layer_kernels._kernels.cache_clear()
+    for module in (tree_kernel, layer_kernels, top_shares):
+        module._kernels.cache_clear()
 
 
 def compile_for_hopper(kernel, pointers, constants, **options):

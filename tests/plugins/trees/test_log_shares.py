@@ -1,15 +1,80 @@
-"""The shares of the best children of a node, in fewer kernels on a GPU."""
+"""The shares of the best children of a node: two kernels compute them on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from hf_speculate_plugins import top_shares, trees
 from hf_speculate_plugins.trees import log_shares
+
+from ...support.triton_kernels import compile_for_hopper
+
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+def scores_of(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 4
+
+
+def reference(scores, count):
+    shares = torch.log_softmax(scores.double(), dim=-1)
+    order = torch.sort(shares, dim=-1, descending=True, stable=True)
+    return order.values[..., :count].float(), order.indices[..., :count]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "count"), [((2, 3, 5000), 4), ((1, 1024), 16), ((3, 7), 7), ((2, 1025), 1)], ids=str)
+def test_kernels_find_what_pytorch_finds(interpreted, monkeypatch, shape, count, dtype):
+    """Equal scores come in the order of their columns; in 16 bit many are equal."""
+    scores = scores_of(*shape).to(dtype)
+    monkeypatch.setattr(torch, "log_softmax", None)
+    monkeypatch.setattr(torch.Tensor, "topk", None)
+    values, columns = log_shares(scores, count)
+    monkeypatch.undo()
+    expected, where = reference(scores, count)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(columns, where)
+
+
+def test_scores_of_no_use_give_columns_that_exist(interpreted):
+    scores = scores_of(4, 1100)
+    scores[0], scores[1], scores[2, :1098], scores[3, 5] = -torch.inf, torch.nan, -torch.inf, torch.nan
+    values, columns = log_shares(scores, 4)
+    assert ((columns >= 0) & (columns < 1100)).all()
+    assert values[2, :2].isfinite().all()
+    assert columns[2, :2].sort().values.tolist() == [1098, 1099]
+    assert values[[1, 3]].isnan().all()
+
+
+def test_they_take_part_where_they_can(monkeypatch, interpreted):
+    scores = scores_of(1, 40)
+    assert top_shares.takes(scores, 16)
+    assert not top_shares.takes(scores, 17)
+    assert not top_shares.takes(scores[:, :3], 4)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not top_shares.takes(scores, 4), "on a CPU"
+    monkeypatch.setattr(trees, "top_shares", lambda *_: pytest.fail("the kernel ran"))
+    log_shares(scores, 4)
+
+
+def test_they_compile_for_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    top_shares._kernels.cache_clear()
+    score_part, merge = top_shares._kernels()
+    parts = {"best": "*fp32", "columns": "*i32", "sums": "*fp32"}
+    compile_for_hopper(score_part, {"scores": "*bf16", **parts}, {"COUNT": 10, "BLOCK": 1024})
+    outputs = {"shares": "*fp32", "found": "*i64"}
+    compile_for_hopper(merge, {**parts, **outputs}, {"COUNT": 10, "PARTS": 256, "CELLS": 2048})
+    top_shares._kernels.cache_clear()
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_they_are_those_of_a_cpu():
-    scores = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0))
-    for found, expected in zip(log_shares(scores.cuda(), 5), log_shares(scores, 5), strict=True):
+@pytest.mark.parametrize("width", [5, 4096, 32000, 151936])
+def test_on_a_gpu_they_are_those_of_a_cpu(width):
+    scores = scores_of(2, 3, width)
+    for found, expected in zip(log_shares(scores.cuda(), 5), reference(scores, 5), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
