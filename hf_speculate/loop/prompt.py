@@ -41,7 +41,8 @@ class Prompt:
         Raises:
             PromptError: the model continues this prompt in a way that trees cannot follow.
         """
-        output = self.forward(**forward_kwargs)
+        with scorer.backends:
+            output = self.forward(**forward_kwargs)
         scorer.num_columns = output.logits.shape[-1]
         if cache_of(output) is not scorer.cache.cache:  # prefix tuning brings its own cache
             scorer.cache = TreeCache(cache_of(output), len(scorer.cache.lengths))

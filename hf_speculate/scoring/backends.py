@@ -2,8 +2,8 @@
 
 From torch 2.11 on it prefers cuDNN on Hopper and Blackwell GPUs. cuDNN builds a plan for every new length of the keys,
 which takes 20 to 80 ms. Plain decoding meets a new length in each step, a round of ours several: that of the tree, and
-one for each level of a draft. So our forwards do without cuDNN. The setting is restored after each of them, and plain
-`generate` keeps what the user has set.
+one for each level of a draft; and each prompt has a length of its own. So our forwards do without cuDNN. The setting is
+restored after each of them, and plain `generate` keeps what the user has set.
 """
 
 from __future__ import annotations

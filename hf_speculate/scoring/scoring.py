@@ -7,6 +7,7 @@ model whose forward takes a 4-D mask, position ids and a `Cache`; no code here n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -154,10 +155,13 @@ class Scorer:
         """
         tree = tree if self.forward.takes_unread else tree.clamped
         nodes = Nodes(tree, root_positions, num_cached, forward_kwargs or {})
-        if self.forward.keeps_backends:
+        with self.backends:
             return self.forward.run(self, nodes)
-        with tree_backends(self.device):
-            return self.forward.run(self, nodes)
+
+    @property
+    def backends(self) -> AbstractContextManager[None]:
+        """A context for forwards of the request: of its prompt and of trees."""
+        return nullcontext() if self.forward.keeps_backends else tree_backends(self.device)
 
     def run_model(self, nodes: Nodes, mask: Mask | TreeMask) -> Any:
         """The model's output for nodes under a mask."""

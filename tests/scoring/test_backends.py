@@ -147,20 +147,27 @@ class TestGenerate:
         assert switched == []
         assert {is_on for _, is_on in attended.seen} == {True}
 
-    def test_the_prompt_is_stocks_and_trees_are_ours(self, attended, prompt, switched):
+    def test_prompt_and_trees_do_without_and_plain_calls_afterwards_do_not(self, attended, prompt, switched):
         model = attended.model
         text = model.generate(prompt(9), **REQUEST)
         attended.seen.clear()
         assert torch.equal(
             model.generate(prompt(9), **REQUEST, speculator=Speculator(RandomDrafter(vocab_size=VOCAB))), text
         )
-        first, *rounds = attended.seen
-        assert first == (9, True)
-        assert {is_on for _, is_on in rounds} == {False}
+        assert attended.seen[0] == (9, False)
+        assert {is_on for _, is_on in attended.seen} == {False}
         assert switched == [False, True] * (len(switched) // 2)
         attended.seen.clear()
         model.generate(prompt(9), **REQUEST)
         assert {is_on for _, is_on in attended.seen} == {True}
+
+    def test_an_exact_prompt_uses_stocks(self, attended, prompt):
+        model = attended.model.bfloat16()
+        speculator = Speculator(RandomDrafter(vocab_size=VOCAB), exact=True)
+        attended.seen.clear()
+        model.generate(prompt(9), **REQUEST, speculator=speculator)
+        assert (9, True) in attended.seen
+        assert (9, False) not in attended.seen
 
     @pytest.mark.parametrize("is_exact", [False, True])
     def test_exact_forwards_use_stocks(self, attended, switched, is_exact):

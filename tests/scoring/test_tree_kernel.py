@@ -227,6 +227,16 @@ def test_the_host_reads_shapes_only(launches, shared):
         others[2].item()
 
 
+def test_few_rows_take_small_blocks_and_leave_splits():
+    def rows(num_rows, num_pairs, dtype=torch.bfloat16):
+        return tree_kernel._blocks(num_rows, num_pairs, 128, dtype)[0]
+
+    assert [rows(4, 8), rows(64, 8), rows(65, 8), rows(112, 2), rows(448, 2)] == [16, 16, 64, 16, 64]
+    assert [rows(4, 64), rows(32, 64), rows(112, 16), rows(256, 1, torch.float32)] == [16, 32, 64, 16]
+    for num_rows, num_pairs in ((64, 8), (112, 2)):
+        assert tree_kernel.num_splits(1, num_pairs, -(-num_rows // 16), 8192) >= 7
+
+
 @pytest.mark.parametrize(
     ("dtype", "num_rows", "head_dim", "instructions"),
     [
@@ -241,7 +251,7 @@ def test_kernels_compile_with_tensor_cores_and_loads_ahead(compiled, dtype, num_
     name = str(dtype).removeprefix("torch.")
     element = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[name]
     attend, merge = tree_kernel._kernels()
-    block_rows, block_keys, block_dim = tree_kernel._blocks(num_rows, head_dim, dtype)
+    block_rows, block_keys, block_dim = tree_kernel._blocks(num_rows, 64, head_dim, dtype)
     results = dict.fromkeys(("maxima", "sums", "partials"), "*fp32")
     inputs = dict.fromkeys(("query", "keys", "values"), f"*{element}")
     lengths = dict.fromkeys(("starts", "ends", "base"), "*i64")

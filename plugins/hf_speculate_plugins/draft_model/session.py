@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
 from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import Scorer, num_positions, supported_shape, takes_position_ids
+from hf_speculate.scoring import Scorer, num_positions, supported_shape, takes_position_ids, tree_backends
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
@@ -162,7 +162,7 @@ class DraftModelSession(DraftSession):
         positions = None
         if self._prompt_mask is not None:
             positions = (self._prompt_mask.long().cumsum(-1) - 1).clamp(min=0).to(device)
-        with torch.no_grad():
+        with torch.no_grad(), tree_backends(device):
             self.model(
                 input_ids=self._prompt[:, start:].to(device),
                 attention_mask=None if self._prompt_mask is None else self._prompt_mask.to(device),
