@@ -37,7 +37,8 @@ _TILE_BYTES = 16384
 _LARGEST_BLOCK = 64
 # Blocks of 16 rows are taken up to this number of them, for all pairs of a row and a KV head: an H200 then has room for
 # seven splits of the prefix. They take 0.65 to 0.95 of the time of larger ones there, and compile once for many sizes.
-_FEW_BLOCKS = 32
+# Each block reads all keys, so they are for buffers of which much stays in the cache of a GPU.
+_FEW_BLOCKS, _SMALL_CAPACITY = 32, 4096
 # Fewest keys per split: each split writes one float32 vector per row, which the second kernel reads again.
 _LEAST_KEYS = 128
 _BLOCK_PARTS = 16  # parts that the second kernel reads at a time
@@ -112,7 +113,8 @@ def tree_attention(
         raise ValueError("The last dimension of query, keys and values must be contiguous.")
     num_rows = num_heads // num_kv_heads * num_nodes
     num_pairs = batch_size * num_kv_heads
-    block_rows, block_keys, block_dim = _blocks(num_rows, num_pairs, head_dim, query.dtype)
+    are_small = capacity <= _SMALL_CAPACITY and num_pairs * -(-num_rows // 16) <= _FEW_BLOCKS
+    block_rows, block_keys, block_dim = _blocks(num_rows, head_dim, query.dtype, are_small)
     num_blocks = -(-num_rows // block_rows)
     splits = num_splits(batch_size, num_kv_heads, num_blocks, capacity, _num_processors(query.device))
     num_parts = splits + 1
@@ -171,14 +173,13 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _blocks(num_rows: int, num_pairs: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def _blocks(num_rows: int, head_dim: int, dtype: torch.dtype, are_small: bool) -> tuple[int, int, int]:
     """Rows of a program, keys of a tile, and padded head size."""
     block_dim = max(16, power_of_two(head_dim))  # tensor cores need 16
     if dtype == torch.float32:  # exact products take no tensor cores: smaller blocks stay in registers
         return 16, max(16, _TILE_BYTES // 8 // block_dim), block_dim
     block_keys = min(_TILE_BYTES // 2 // block_dim, _LARGEST_BLOCK)
-    is_small = num_pairs * -(-num_rows // 16) <= _FEW_BLOCKS
-    return 16 if is_small else min(max(16, power_of_two(num_rows)), _LARGEST_BLOCK), block_keys, block_dim
+    return 16 if are_small else min(max(16, power_of_two(num_rows)), _LARGEST_BLOCK), block_keys, block_dim
 
 
 @cache

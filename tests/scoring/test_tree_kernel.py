@@ -227,14 +227,33 @@ def test_the_host_reads_shapes_only(launches, shared):
         others[2].item()
 
 
-def test_few_rows_take_small_blocks_and_leave_splits():
-    def rows(num_rows, num_pairs, dtype=torch.bfloat16):
-        return tree_kernel._blocks(num_rows, num_pairs, 128, dtype)[0]
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((1, 32, 8, 16, 64, 4096), 16),
+        ((1, 32, 8, 17, 64, 4096), 64),
+        ((1, 14, 2, 16, 64, 512), 16),
+        ((1, 14, 2, 64, 64, 512), 64),
+        ((8, 32, 8, 8, 64, 512), 32),
+        ((1, 32, 8, 8, 64, 8192), 32),
+    ],
+    ids=str,
+)
+def test_small_blocks_are_taken_where_enough_splits_are_left(monkeypatch, shape, rows):
+    launches = []
 
-    assert [rows(4, 8), rows(64, 8), rows(65, 8), rows(112, 2), rows(448, 2)] == [16, 16, 64, 16, 64]
-    assert [rows(4, 64), rows(32, 64), rows(112, 16), rows(256, 1, torch.float32)] == [16, 32, 64, 16]
-    for num_rows, num_pairs in ((64, 8), (112, 2)):
-        assert tree_kernel.num_splits(1, num_pairs, -(-num_rows // 16), 8192) >= 7
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **constants: launches.append((grid, constants))
+
+    monkeypatch.setattr(tree_kernel, "_kernels", lambda: (Kernel(), Kernel()))
+    monkeypatch.setattr(tree_kernel, "tl", tl)
+    inputs = [each.to("meta") for each in tensors_of(*random_inputs(shape, torch.bfloat16))]
+    tree_kernel.tree_attention(*inputs[:3], TreePlace(*inputs[3:]))
+    (num_blocks, num_parts, _), constants = launches[0]
+    assert constants["BLOCK_ROWS"] == rows
+    assert num_blocks == -(-shape[1] // shape[2] * shape[3] // rows)
+    assert num_parts - 1 >= min(7, shape[-1] // 128) or rows > 16
 
 
 @pytest.mark.parametrize(
@@ -251,7 +270,7 @@ def test_kernels_compile_with_tensor_cores_and_loads_ahead(compiled, dtype, num_
     name = str(dtype).removeprefix("torch.")
     element = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[name]
     attend, merge = tree_kernel._kernels()
-    block_rows, block_keys, block_dim = tree_kernel._blocks(num_rows, 64, head_dim, dtype)
+    block_rows, block_keys, block_dim = tree_kernel._blocks(num_rows, head_dim, dtype, False)
     results = dict.fromkeys(("maxima", "sums", "partials"), "*fp32")
     inputs = dict.fromkeys(("query", "keys", "values"), f"*{element}")
     lengths = dict.fromkeys(("starts", "ends", "base"), "*i64")
