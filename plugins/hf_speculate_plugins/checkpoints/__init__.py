@@ -26,6 +26,8 @@ from .files import checkpoint_files as checkpoint_files
 from .files import listed as listed
 from .files import read_checkpoint as read_checkpoint
 from .files import read_config as read_config
+from .files import read_named as read_named
+from .files import read_weight_map as read_weight_map
 from .files import tensor_shapes as tensor_shapes
 from .files import write_checkpoint as write_checkpoint
 from .layer_config import rope_of as rope_of

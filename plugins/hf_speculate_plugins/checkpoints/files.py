@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -333,6 +333,29 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
         found = shapes_in(os.path.join(folder, file))
         shapes.update((strip_prefixes(name, strip), shape) for name, shape in found.items())
     return shapes
+
+
+def read_weight_map(find: Callable[[str], str | None]) -> dict[str, str]:
+    """The file of each tensor of a model in safetensors, by name.
+
+    Args:
+        find: function that returns the path of a file by its name; None if there is no such file.
+    Raises:
+        CheckpointError: there is none of the files, or it cannot be read.
+    """
+    name = "model.safetensors"
+    if index := find(f"{name}.index.json"):
+        return read_index(index)
+    if path := find(name):
+        return dict.fromkeys(shapes_in(path), name)
+    raise CheckpointError(f"neither {name} nor its index is there.")
+
+
+def read_named(path: str, names: Collection[str]) -> dict[str, Tensor]:
+    """Tensors of a weight file by name, on the CPU; names that it does not hold are left out."""
+    found = {name: load() for name, load in named_loaders(path) if name in names}
+    check_finite(path, found)
+    return found
 
 
 def read_tensor(path: str, name: str) -> Tensor:

@@ -72,7 +72,8 @@ class CompiledForwards:
     @cached_property
     def _starts(self) -> list[int] | None:
         head, reading = self._head, self._reading
-        if self._compiler.backend is not None or not kernel_fits(head.dtype, head.device):
+        is_possible = self._compiler.backend is None and head.attends_by_kernel
+        if not is_possible or not kernel_fits(head.dtype, head.device):
             return None
         return prompt_starts(reading.prompt_mask, len(reading.cache.lengths))
 

@@ -125,11 +125,13 @@ class SharingHead(nn.Module, Generic[Spec]):
     Attributes:
         shared: modules of the target by name, None where the head has its own.
         fc: projection of the target's features.
+        attends_by_kernel: whether attention of its layers may be computed by the kernel for trees.
 
     Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
     dtype instead (`HeadFiles`).
     """
 
+    attends_by_kernel = True
     fc: nn.Linear
     layers: nn.ModuleList
     rotary: nn.Module

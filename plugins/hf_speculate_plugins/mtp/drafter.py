@@ -1,0 +1,123 @@
+"""The `mtp` drafter: the draft layers of the target's own checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest
+from hf_speculate.errors import TargetMismatchError
+from hf_speculate.models import GenerativeModel
+from hf_speculate.speculator import check_sizes, read_options
+from hf_speculate.stats import Advice
+
+from ..checkpoints import LoadReport, checkpoint_files, tensor_shapes
+from ..eagle import EagleOptions, EagleSession
+from ..heads import LoadedHead
+from .head import MtpHead, MtpSpec, load_head
+from .layouts import layout_of
+from .source import Source, num_layers_of
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpOptions(EagleOptions):
+    """Options of drafting with a target's own draft layers.
+
+    Attributes:
+        depth: tokens drafted along a branch. The layer was trained for the first; each further one is less likely right.
+        top_k, max_nodes: see `EagleOptions`.
+    """
+
+    depth: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes("mtp", self, "depth", "top_k", "max_nodes")
+
+
+class MtpDrafter(Drafter):
+    """Drafts with the draft layers (MTP) that the target's checkpoint holds beside the model.
+
+    Args:
+        loaded: draft layer.
+        target: model that it belongs to.
+        options: how to draft.
+    """
+
+    name = "mtp"
+    options_classes = (MtpOptions,)
+
+    def __init__(self, loaded: LoadedHead[MtpHead], target: GenerativeModel, options: MtpOptions | None = None):
+        self._loaded = loaded
+        self.options = options or MtpOptions()
+        self.conversations: Conversations[Any] = Conversations()
+        self._num_target_layers = num_layers_of(target)
+        self.feature_layers = (self._num_target_layers,)
+
+    def __repr__(self) -> str:
+        return f"MtpDrafter({self.spec.dialect}, {self.options})"
+
+    @property
+    def head(self) -> MtpHead:
+        return self._loaded.head
+
+    @property
+    def spec(self) -> MtpSpec:
+        """Shapes and switches of the draft layer."""
+        return self._loaded.head.spec
+
+    @property
+    def report(self) -> LoadReport:
+        """Account of every tensor of the draft layers."""
+        return self._loaded.report
+
+    @property
+    def advice(self) -> Advice:
+        return Advice()
+
+    @classmethod
+    def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
+        """Finds the draft layers where the target was loaded from.
+
+        Args:
+            options: `head`, a folder or Hub id that holds them instead; the fields of `MtpOptions`.
+        Raises:
+            CheckpointError: there are none.
+        """
+        head = options.pop("head", None)
+        chosen = read_options(MtpOptions, options, cls.name, also=["head"])
+        source = Source.of_target(target) if head is None else Source.find(head, num_layers_of(target))
+        return cls(load_head(source, target), target, chosen)
+
+    @classmethod
+    def recognizes(cls, folder: str) -> bool:
+        """Whether a folder holds draft layers and no model."""
+        names = tensor_shapes(folder, strip=())
+        found = layout_of(names, num_target_layers=0)
+        return found is not None and not found[0].follows_target and len(found[1]) == len(names)
+
+    @classmethod
+    def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
+        return cls.for_target(target, head=folder, **options)
+
+    @classmethod
+    def files(cls, folder: str) -> list[str]:
+        return checkpoint_files(folder)
+
+    def check_target(self, target: GenerativeModel) -> None:
+        """Compares hidden size, vocabulary and depth."""
+        config = target.config.get_text_config(decoder=True)
+        wanted = self.spec.hidden_size, self.spec.vocab_size, self._num_target_layers
+        found = config.hidden_size, config.vocab_size, config.num_hidden_layers
+        if wanted != found:
+            raise TargetMismatchError(
+                f"these draft layers belong to a model with hidden size, vocabulary and layers {wanted}; this "
+                f"{type(target).__name__} has {found}."
+            )
+
+    def start(self, request: DraftRequest) -> EagleSession:
+        self.head.quicken()
+        return EagleSession(self._loaded, self.feature_layers, self.options, self.conversations, request)

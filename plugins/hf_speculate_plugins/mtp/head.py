@@ -1,0 +1,198 @@
+"""The forward pass of a draft layer (MTP).
+
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2), Qwen3-Next and Qwen3.5 as vLLM and speculators run them, GLM-4.5 as
+transformers' `MtpModel` does, MiMo-7B. Entry q joins the target's state h at position q, after the final norm, with the
+embedding of token q + 1, and predicts token q + 2:
+
+    x = fc([enorm(embedding) ; hnorm(h)]);  y = norm(layer(x));  logits = target's output matrix(y)
+
+Deeper tokens take y in place of h. The layer is of the target's own class, with keys and values of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hf_speculate.cache import as_cache
+from hf_speculate.drafting import finite
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.scoring import embedding_layer, last_device, layer_windows, output_layer
+
+from ..checkpoints import HeadSpec, KeyAccount
+from ..heads import CachedAttention, LoadedHead, SharingHead
+from .source import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpSpec(HeadSpec):
+    """Shapes and switches of a draft layer. `dialect` names the layout of its files.
+
+    Attributes:
+        hidden_first, zeroes_first: see `Layout`.
+        num_stored: number of draft layers in the files. The first one drafts every token.
+    """
+
+    hidden_first: bool = False
+    zeroes_first: bool = False
+    num_stored: int = 1
+    parallel: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "MTP"
+
+    @property
+    def algorithm(self) -> Literal["mtp"]:
+        return "mtp"
+
+
+class MtpHead(SharingHead[MtpSpec]):
+    """A draft layer.
+
+    Args:
+        layer: decoder layer of the target's class, number 0 of its cache.
+        rotary: the target's module for rotations.
+        norm: function that makes an RMSNorm of the target's class.
+        embed_tokens, lm_head: see `SharingHead`.
+    """
+
+    attends_by_kernel = False
+
+    def __init__(
+        self, spec: MtpSpec, layer: nn.Module, rotary: nn.Module, norm: Any, embed_tokens: nn.Module, lm_head: nn.Module
+    ):
+        super().__init__(spec, embed_tokens, lm_head)
+        self.enorm, self.hnorm, self.norm = norm(), norm(), norm()
+        self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+        self.layers = nn.ModuleList([layer])
+        self.rotary = rotary
+
+    def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
+        """The draft states that the target's features stand for: the only feature itself."""
+        return features[0].to(device=self.device, dtype=self.dtype)
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, "B N"],
+        states: Float[Tensor, "B N Hd"],
+        position_ids: Int[Tensor, "B N"],
+        attend: CachedAttention,
+    ) -> Float[Tensor, "B N Hd"]:
+        """Runs N entries; arguments and result as of `EagleHead.forward`. `attend` gives its cache and masks."""
+        embeddings = self.embed(token_ids)
+        if self.spec.zeroes_first:
+            embeddings = embeddings.masked_fill((position_ids == 0)[..., None], 0)
+        parts = [self.enorm(embeddings), self.hnorm(states)]
+        joined = finite(self.fc(torch.cat(parts[::-1] if self.spec.hidden_first else parts, dim=-1)))
+        hidden = self.layers[0](
+            joined,
+            position_embeddings=self.rotary(joined, position_ids),
+            attention_mask=None if attend.masks is None else attend.masks[0],
+            position_ids=position_ids,
+            use_cache=True,
+            **as_cache(attend.cache),
+        )
+        return finite(hidden if isinstance(hidden, Tensor) else hidden[0])
+
+    def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
+        """The inputs of `output` for `forward`'s states, and the states that the next draft step takes: the same."""
+        normed = self.norm(hidden)
+        return normed, normed
+
+    def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
+        """Draft logits of `forward`'s states, and the states that the next draft step takes."""
+        normed, _ = self.finish(hidden)
+        return self.draft_logits(normed), normed
+
+
+def load_head(source: Source, target: GenerativeModel, **hub: Any) -> LoadedHead[MtpHead]:
+    """The first draft layer of `source` for `target`, on the device of the target's last layer.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of other shapes than the target's own layers.
+        TargetMismatchError: the target has no layer of this kind.
+    """
+    checkpoint, left_out = source.read(**hub)
+    keys = KeyAccount(checkpoint, f"MTP, {source.layout.name}")
+    head = _built(source, set(checkpoint.tensors), unwrap(target))
+    dtype, device = target.dtype, last_device(target)
+    parameters = dict(head.named_parameters())
+    state = {}
+    for name, wanted in head.state_dict().items():
+        found = keys.take(name, wanted.shape)
+        # Corrections of a router stay in float32, as in the target's own layers.
+        state[name] = found.to(device=device, dtype=dtype if name in parameters else found.dtype, copy=True)
+    report = keys.finish()
+    for name in left_out:
+        is_copy = source.places[name].is_copy
+        report.ignored[name] = "the target's own serves" if is_copy else "the first draft layer drafts every token"
+    head.load_state_dict(state, assign=True)
+    head.rotary.to(device)
+    return LoadedHead(head.eval().requires_grad_(False), None, report)
+
+
+def _built(source: Source, names: set[str], target: GenerativeModel) -> MtpHead:
+    """The head on the meta device, its layer of the kind whose parameters have the names in the files."""
+    config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
+    index, layer = _matching_layer(decoder, config, {name for name in names if name.startswith("layers.0.")}, source)
+    spec = _spec(source, config, layer_windows(config)[index])
+    norm_class, eps = type(decoder.norm), getattr(config, "rms_norm_eps", 1e-6)
+    rotary = copy.deepcopy(decoder.rotary_emb)
+    with torch.device("meta"):
+        embeddings, output = embedding_layer(target), output_layer(target)
+        return MtpHead(spec, layer, rotary, lambda: norm_class(config.hidden_size, eps=eps), embeddings, output)
+
+
+def _matching_layer(decoder: Any, config: Any, names: set[str], source: Source) -> tuple[int, nn.Module]:
+    """The number of a decoder layer whose parameters have these names, and another layer of its kind on the meta
+    device. The last layers are tried first: draft layers resemble them."""
+    if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb")):
+        raise TargetMismatchError(f"{type(decoder).__name__} has no layers, norm and rotary_emb to build MTP from.")
+    config = copy.deepcopy(config)
+    config._attn_implementation = "sdpa"  # masks of trees are made for it
+    for index in reversed(range(len(decoder.layers))):
+        with torch.device("meta"):
+            layer = type(decoder.layers[index])(config, index)
+        if {f"layers.0.{name}" for name in layer.state_dict()} == names:
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = 0  # its cache has one layer
+            return index, layer
+    shown = ", ".join(sorted(name.removeprefix("layers.0.") for name in names)[:6])
+    raise CheckpointError(
+        f"{source.name}: no layer of {type(decoder).__name__} has the tensors of its draft layer ({shown}, …). Draft "
+        "layers belong to the model that they were published with."
+    )
+
+
+def _spec(source: Source, config: Any, window: int | None) -> MtpSpec:
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return MtpSpec(
+        dialect=source.layout.name,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        num_layers=1,
+        intermediate_size=config.intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=head_dim,
+        feature_layers=(config.num_hidden_layers,),
+        mask_token_id=None,
+        windows=(window,),
+        qk_norm=False,
+        rope=dict(getattr(config, "rope_parameters", None) or {"rope_type": "default"}),
+        hidden_first=source.layout.hidden_first,
+        zeroes_first=source.layout.zeroes_first,
+        num_stored=source.num_layers,
+    )

@@ -1,0 +1,152 @@
+"""Where the draft layers of a target are: its own folder, the Hub's snapshot of the same revision, or a folder of theirs.
+
+They are found by the names of tensors, not by the config: configs do not always count them, and still count them after
+they were lost. Only the files that hold them are opened, and of a repository only these are downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from hf_speculate.errors import CheckpointError, first_line
+from hf_speculate.files import user_path
+from hf_speculate.models import GenerativeModel, unwrap
+
+from ..checkpoints import Checkpoint, read_config, read_named, read_weight_map
+from .layouts import LAYOUTS, Layout, Place, expert_of, layout_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """The draft layers of a checkpoint, found but not read.
+
+    Attributes:
+        name: folder or Hub id.
+        layout: naming of their tensors.
+        files: path of the file that holds each of their tensors, by name.
+        places: place of each tensor, by name.
+        num_layers: number of draft layers.
+    """
+
+    name: str
+    layout: Layout
+    files: Mapping[str, str]
+    places: Mapping[str, Place]
+    num_layers: int
+
+    @classmethod
+    def of_target(cls, target: GenerativeModel) -> Source:
+        """The draft layers of a loaded target, from where it was loaded; an adapter's target is its base model.
+
+        Raises:
+            CheckpointError: the target does not know where it is from, or that place has no draft layers.
+        """
+        target = unwrap(target)
+        name = getattr(target, "name_or_path", "") or getattr(target.config, "_name_or_path", "")
+        if not name:
+            raise CheckpointError(
+                f"this {type(target).__name__} does not know where it was loaded from, so its draft layers cannot be "
+                "found: give their folder or Hub id, mtp:head=FOLDER."
+            )
+        return cls.find(name, num_layers_of(target), revision=getattr(target.config, "_commit_hash", None))
+
+    @classmethod
+    def find(cls, name_or_path: str | os.PathLike, num_target_layers: int, **hub: Any) -> Source:
+        """The draft layers in a folder or Hub repository.
+
+        Args:
+            num_target_layers: number of decoder layers of the target.
+            hub: options of the download, with `huggingface_hub`'s meaning.
+        Raises:
+            CheckpointError: it cannot be read, or has no draft layers.
+        """
+        name = user_path(name_or_path)
+        try:
+            files = read_weight_map(lambda file: _file(name, file, hub))
+        except OSError as error:
+            raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
+        found = layout_of(files, num_target_layers)
+        if found is None:
+            wanted = ", ".join(f"{layout.name}: {_example(layout)}" for layout in LAYOUTS)
+            raise CheckpointError(
+                f"{name} holds no draft layers (MTP) among its {len(files)} tensors; their names would be {wanted}. "
+                "transformers drops them when it saves a model: take them from the original checkpoint, "
+                "mtp:head=FOLDER_OR_HUB_ID."
+            )
+        layout, places = found
+        numbers = {place.layer for place in places.values() if place.layer is not None}
+        if numbers != set(range(len(numbers))):
+            raise CheckpointError(f"{name}: draft layers {sorted(numbers)} of {layout.name} names: some are missing.")
+        return cls(name, layout, {each: files[each] for each in places}, places, len(numbers))
+
+    def paths(self, hub: Mapping[str, Any]) -> dict[str, list[str]]:
+        """The names of tensors to read, by the path of the file that holds them."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for name, file in self.files.items():
+            path = _file(self.name, file, hub)
+            if path is None:
+                raise CheckpointError(f"{self.name}: its index names the file {file!r}, which is not there.")
+            found[path].append(name)
+        return dict(found)
+
+    def read(self, layer: int = 0, **hub: Any) -> tuple[Checkpoint, Sequence[str]]:
+        """The tensors of one draft layer under the names of this package, experts stacked, and those left out.
+
+        Raises:
+            CheckpointError: unreadable files, NaN, or experts that are missing.
+        """
+        tensors: dict[str, Tensor] = {}
+        left_out = []
+        for path, names in self.paths(hub).items():
+            wanted = [name for name in names if self._is_wanted(name, layer)]
+            left_out += [name for name in names if name not in wanted]
+            tensors |= {self.places[name].name: each for name, each in read_named(path, wanted).items()}
+        config = read_config(self.name) if os.path.isdir(self.name) else {}
+        return Checkpoint(self.name, config, _stacked(tensors, self.name), sorted(set(self.files.values()))), left_out
+
+    def _is_wanted(self, name: str, layer: int) -> bool:
+        place = self.places[name]
+        return not place.is_copy and place.layer in (None, layer)
+
+
+def num_layers_of(target: GenerativeModel) -> int:
+    """Number of decoder layers of a target."""
+    return target.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def _example(layout: Layout) -> str:
+    examples = {"Qwen": "mtp.*", "MiMo": "model.mtp_layers.N.*", "speculators": "mtp_layers.N.*"}
+    return examples.get(layout.name, "model.layers.N.eh_proj")
+
+
+def _file(place: str, file: str, hub: Mapping[str, Any]) -> str | None:
+    return cached_file(place, file, _raise_exceptions_for_missing_entries=False, **hub)
+
+
+def _stacked(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """The tensors with one tensor for all experts, as transformers' modules have them: `gate_up_proj` [E, 2I, H] and
+    `down_proj` [E, H, I]."""
+    experts: defaultdict[str, dict[tuple[int, str], Tensor]] = defaultdict(dict)
+    found = {}
+    for name, tensor in tensors.items():
+        if (expert := expert_of(name)) is None:
+            found[name] = tensor
+        else:
+            experts[expert[0]][expert[1:]] = tensor
+    for module, parts in experts.items():
+        count = 1 + max(number for number, _ in parts)
+        missing = [f"{n}.{p}_proj" for n in range(count) for p in ("gate", "up", "down") if (n, p) not in parts]
+        if missing:
+            raise CheckpointError(f"{where}: {module} lacks {', '.join(missing[:4])}.")
+        both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
+        found[f"{module}.gate_up_proj"] = torch.stack(both)
+        found[f"{module}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
+    return found
