@@ -34,6 +34,7 @@ except (ImportError, AttributeError) as error:
 
 if TYPE_CHECKING:
     from hf_speculate_gguf import load_gguf as load_gguf
+    from hf_speculate_plugins.mtp import save_pretrained as save_pretrained
 
 
 __version__ = "0.1.0"
@@ -43,13 +44,17 @@ install()
 
 
 def __getattr__(name: str) -> Any:
-    """`load_gguf` is imported when it is asked for: nothing else needs what it imports."""
+    """Names of packages above this one, imported when they are asked for: nothing else needs what these import."""
     if name == "load_gguf":
         from hf_speculate_gguf import load_gguf
 
         return load_gguf
+    if name == "save_pretrained":
+        from hf_speculate_plugins.mtp import save_pretrained
+
+        return save_pretrained
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "load_gguf"])
+    return sorted([*globals(), "load_gguf", "save_pretrained"])

@@ -29,6 +29,7 @@ COMMANDS = {
         "convert": "Convert a head to another project's file layout, or for a serving engine.",
         "push": "Upload a head to the Hub, with its model card.",
         "card": "Regenerate a head's model card. Hand-written cards are kept.",
+        "mtp": "Keep a model's own draft layers (MTP).",
     },
     "Train": {
         "regenerate": "Write training data: the target's own answers to prompts.",

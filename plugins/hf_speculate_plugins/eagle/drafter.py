@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 Steps = PlainSteps | CompiledSteps
 
 
-class EagleSession(HeadSession[EagleHead]):
-    """Drafts for one request: trees from the head's own states, after the entries that it has read.
+class EagleSession(HeadSession[Any]):
+    """Drafts for one request: trees from the head's own states, after the entries that it has read. The head is any
+    `FeedingHead`.
 
     The forward that reads the tokens of a round also expands the root of the next tree: entry i pairs the feature at
     token i with token i + 1, so the last new entry belongs to the root and its output ranks the root's children.
@@ -44,7 +45,7 @@ class EagleSession(HeadSession[EagleHead]):
 
     def __init__(
         self,
-        loaded: LoadedHead[EagleHead],
+        loaded: LoadedHead[Any],
         layers: Sequence[int],
         options: EagleOptions,
         conversations: Conversations[Any],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_speculate.drafting import finite
 
-from ..heads import MLP, Attend, Attention, SharingHead, rotary_embedding
+from ..heads import MLP, Attend, Attention, FeedingHead, rotary_embedding
 from .spec import EagleSpec
 
 
@@ -59,7 +59,7 @@ class EntryLayer(DecoderLayer):
         return self._finish(residual, torch.cat([embeddings, normed], dim=-1), **attention)
 
 
-class EagleHead(SharingHead[EagleSpec]):
+class EagleHead(FeedingHead[EagleSpec]):
     """An EAGLE head of any generation and dialect; for its arguments see `SharingHead`."""
 
     def __init__(self, spec: EagleSpec, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
@@ -140,8 +140,3 @@ class EagleHead(SharingHead[EagleSpec]):
         """The inputs of `output` for `forward`'s states, and the states that the next draft step takes."""
         normed = self.norm(hidden) if hasattr(self, "norm") else hidden
         return normed if self.spec.norm_logits else hidden, normed if self.spec.feed_back_normed else hidden
-
-    def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
-        """Draft logits of `forward`'s states, and the states that the next draft step takes."""
-        inputs, fed_back = self.finish(hidden)
-        return self.draft_logits(inputs), fed_back

@@ -21,9 +21,17 @@ from hf_speculate.scoring import Along, TreePlace, text_mask
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..heads import Attend, CachedAttention, CompiledForwards, PlacedAttention, form_of, log_noise_of, request_inputs
+from ..heads import (
+    Attend,
+    CachedAttention,
+    CompiledForwards,
+    FeedingHead,
+    PlacedAttention,
+    form_of,
+    log_noise_of,
+    request_inputs,
+)
 from ..trees import Frontier, grow_tree, num_candidates
-from .head import EagleHead
 from .spec import EagleOptions, TreeSize
 from .steps import Pending, PlainSteps, parent_states, tree_of_levels
 
@@ -33,7 +41,7 @@ _DEPTHS = (2, 4, 8)
 
 
 def eagle_entries(
-    head: EagleHead,
+    head: FeedingHead[Any],
     stacks: Stacks,
     slots: Tensor,
     states: Tensor,
@@ -45,7 +53,7 @@ def eagle_entries(
 
 
 def eagle_level(
-    head: EagleHead,
+    head: FeedingHead[Any],
     stacks: Stacks,
     slots: Tensor,
     states: Tensor,
@@ -62,7 +70,7 @@ _LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _TOKENS = range(6)
 
 
 def eagle_draft(
-    head: EagleHead,
+    head: FeedingHead[Any],
     stacks: Stacks,
     inputs: dict[str, Any],
     warpers: Warpers,
@@ -102,7 +110,7 @@ def eagle_draft(
     return tree.token_ids, tree.parents, tree.values
 
 
-def _read_entries(head: EagleHead, stacks: Stacks, inputs: dict[str, Any]) -> Float[Tensor, "B J Hd"]:
+def _read_entries(head: FeedingHead[Any], stacks: Stacks, inputs: dict[str, Any]) -> Float[Tensor, "B J Hd"]:
     """Appends the entries of a round, in each row at the end of its text; returns their states."""
     plan = inputs["plan"]
     lengths, tokens = plan[:, _LENGTH], plan[:, _TOKENS:]
@@ -144,7 +152,7 @@ class _Levels:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: FeedingHead[Any],
         stacks: Stacks,
         inputs: dict[str, Any],
         warpers: Warpers,

@@ -7,6 +7,7 @@ Forwards append entries; the session selects which of them stay. They are the re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,9 +17,8 @@ from transformers.cache_utils import Cache
 from hf_speculate.drafting import DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..heads import CachedAttention, LoadedHead, Reading
+from ..heads import CachedAttention, FeedingHead, LoadedHead, Reading
 from ..trees import Frontier, grow_tree
-from .head import EagleHead
 from .spec import TreeSize
 
 
@@ -38,7 +38,7 @@ _CHUNK = 1024
 class PlainSteps:
     """Forwards of the modules as they are; the reference."""
 
-    def __init__(self, loaded: LoadedHead[EagleHead], reading: Reading, native: Native | None = None):
+    def __init__(self, loaded: LoadedHead[Any], reading: Reading, native: Native | None = None):
         self._loaded, self._reading, self._native = loaded, reading, native
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class PlainSteps:
 
 @torch.no_grad()
 def read_prompt(
-    head: EagleHead,
+    head: FeedingHead[Any],
     reading: Reading,
     token_ids: Int[Tensor, "B J"],
     states: Float[Tensor, "B J Hd"],
@@ -109,7 +109,7 @@ def read_prompt(
 
 
 def tree_of_levels(
-    loaded: LoadedHead[EagleHead], level: RunLevel, root: Tensor, state: DraftState, size: TreeSize
+    loaded: LoadedHead[Any], level: RunLevel, root: Tensor, state: DraftState, size: TreeSize
 ) -> DraftTree:
     """A dynamic tree, level by level; for the other arguments see `PlainSteps.tree`."""
     target_ids = loaded.target_ids

@@ -16,6 +16,7 @@ from .head import MLP as MLP
 from .head import Attend as Attend
 from .head import Attention as Attention
 from .head import CachedAttention as CachedAttention
+from .head import FeedingHead as FeedingHead
 from .head import LoadedHead as LoadedHead
 from .head import PlacedAttention as PlacedAttention
 from .head import SharingHead as SharingHead

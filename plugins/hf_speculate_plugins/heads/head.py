@@ -201,6 +201,23 @@ class SharingHead(nn.Module, Generic[Spec]):
                 self._quick["lm_head"] = RoundedLinear(self.shared["lm_head"])
 
 
+class FeedingHead(SharingHead[Spec]):
+    """A head whose deeper draft tokens take its own states in place of the target's (EAGLE, MTP)."""
+
+    def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
+        """The draft states that the target's features stand for, in `feature_layers` order."""
+        raise NotImplementedError
+
+    def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
+        """The inputs of `output` for `forward`'s states, and the states that the next draft step takes."""
+        raise NotImplementedError
+
+    def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
+        """Draft logits of `forward`'s states, and the states that the next draft step takes."""
+        inputs, fed_back = self.finish(hidden)
+        return self.draft_logits(inputs), fed_back
+
+
 Head = TypeVar("Head", bound=SharingHead[Any])
 
 

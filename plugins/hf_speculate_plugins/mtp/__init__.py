@@ -1,7 +1,7 @@
 """Draft layers that a target brings along in its own checkpoint: multi-token prediction (MTP).
 
-`layouts` knows how families name these layers, `source` finds and reads them, `head` computes them. They draft like an
-EAGLE head: with trees where the target takes trees, with chains on hybrids.
+`layouts` knows how families name these layers, `source` finds and reads them, `head` computes them, and `saving` keeps
+them when a model is saved. They draft like an EAGLE head: with trees where the target takes trees, else with chains.
 """
 
 from .drafter import MtpDrafter as MtpDrafter
@@ -9,6 +9,7 @@ from .head import MtpHead as MtpHead
 from .head import MtpSpec as MtpSpec
 from .layouts import LAYOUTS as LAYOUTS
 from .layouts import Layout as Layout
-from .layouts import is_draft_layer as is_draft_layer
 from .layouts import layout_of as layout_of
+from .saving import keep as keep
+from .saving import save_pretrained as save_pretrained
 from .source import Source as Source

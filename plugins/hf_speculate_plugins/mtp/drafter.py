@@ -28,18 +28,21 @@ class MtpOptions(EagleOptions):
     """Options of drafting with a target's own draft layers.
 
     Attributes:
-        depth: tokens drafted along a branch. The layer was trained for the first; each further one is less likely right.
+        depth: tokens drafted along a branch. The layer was trained for the first; each further one is less probable.
         top_k, max_nodes: see `EagleOptions`.
+        draft_vocab: number of token ids, from 0 on, that are drafted; None drafts all. Ids of a BPE tokenizer are
+            roughly in the order of their frequency. With a large vocabulary, scores of all tokens are most of a draft.
     """
 
     depth: int = 4
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        check_sizes("mtp", self, "depth", "top_k", "max_nodes")
+        check_sizes("mtp", self, "depth", "top_k", "max_nodes", "draft_vocab")
 
 
 class MtpDrafter(Drafter):
-    """Drafts with the draft layers (MTP) that the target's checkpoint holds beside the model.
+    """Drafts with the draft layers (MTP) that the target's checkpoint holds with the model.
 
     Args:
         loaded: draft layer.
@@ -90,7 +93,7 @@ class MtpDrafter(Drafter):
         head = options.pop("head", None)
         chosen = read_options(MtpOptions, options, cls.name, also=["head"])
         source = Source.of_target(target) if head is None else Source.find(head, num_layers_of(target))
-        return cls(load_head(source, target), target, chosen)
+        return cls(load_head(source, target, chosen.draft_vocab), target, chosen)
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:

@@ -1,8 +1,8 @@
 """The forward pass of a draft layer (MTP).
 
-Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2), Qwen3-Next and Qwen3.5 as vLLM and speculators run them, GLM-4.5 as
-transformers' `MtpModel` does, MiMo-7B. Entry q joins the target's state h at position q, after the final norm, with the
-embedding of token q + 1, and predicts token q + 2:
+Sources: DeepSeek-V3 (arXiv:2412.19437, section 2.2), Qwen3-Next and Qwen3.5 as vLLM and speculators run them, GLM-4.5
+as transformers' `MtpModel` does, MiMo-7B. Entry q joins the target's state h at position q, after the final norm, with
+the embedding of token q + 1, and predicts token q + 2:
 
     x = fc([enorm(embedding) ; hnorm(h)]);  y = norm(layer(x));  logits = target's output matrix(y)
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,10 @@ from hf_speculate.cache import as_cache
 from hf_speculate.drafting import finite
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import embedding_layer, last_device, layer_windows, output_layer
+from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_windows, output_layer
 
-from ..checkpoints import HeadSpec, KeyAccount
-from ..heads import CachedAttention, LoadedHead, SharingHead
+from ..checkpoints import HeadSpec, KeyAccount, vocabulary_output
+from ..heads import CachedAttention, FeedingHead, LoadedHead
 from .source import Source
 
 
@@ -54,7 +55,7 @@ class MtpSpec(HeadSpec):
         return "mtp"
 
 
-class MtpHead(SharingHead[MtpSpec]):
+class MtpHead(FeedingHead[MtpSpec]):
     """A draft layer.
 
     Args:
@@ -107,48 +108,60 @@ class MtpHead(SharingHead[MtpSpec]):
         normed = self.norm(hidden)
         return normed, normed
 
-    def read(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Vd"], Float[Tensor, "*N Hd"]]:
-        """Draft logits of `forward`'s states, and the states that the next draft step takes."""
-        normed, _ = self.finish(hidden)
-        return self.draft_logits(normed), normed
 
-
-def load_head(source: Source, target: GenerativeModel, **hub: Any) -> LoadedHead[MtpHead]:
+def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None = None) -> LoadedHead[MtpHead]:
     """The first draft layer of `source` for `target`, on the device of the target's last layer.
 
+    Args:
+        draft_vocab: number of tokens to draft, see `MtpOptions`.
     Raises:
         CheckpointError: tensors are missing, unknown or of other shapes than the target's own layers.
         TargetMismatchError: the target has no layer of this kind.
     """
-    checkpoint, left_out = source.read(**hub)
+    checkpoint, left_out = source.read()
     keys = KeyAccount(checkpoint, f"MTP, {source.layout.name}")
-    head = _built(source, set(checkpoint.tensors), unwrap(target))
-    dtype, device = target.dtype, last_device(target)
-    parameters = dict(head.named_parameters())
-    state = {}
-    for name, wanted in head.state_dict().items():
-        found = keys.take(name, wanted.shape)
+    head = _built(source, set(checkpoint.tensors), unwrap(target), draft_vocab)
+    found = {name: keys.take(name, wanted.shape) for name, wanted in head.state_dict().items()}
+    copied, later = "the target's own serves", "the first draft layer drafts every token"
+    ignored = {name: copied if source.places[name].is_copy else later for name in left_out}
+    report = replace(keys.finish(), ignored=ignored)
+    dtype, device, parameters = target.dtype, last_device(target), dict(head.named_parameters())
+    state = {
         # Corrections of a router stay in float32, as in the target's own layers.
-        state[name] = found.to(device=device, dtype=dtype if name in parameters else found.dtype, copy=True)
-    report = keys.finish()
-    for name in left_out:
-        is_copy = source.places[name].is_copy
-        report.ignored[name] = "the target's own serves" if is_copy else "the first draft layer drafts every token"
+        name: tensor.to(device=device, dtype=dtype if name in parameters else tensor.dtype, copy=True)
+        for name, tensor in found.items()
+    }
     head.load_state_dict(state, assign=True)
     head.rotary.to(device)
     return LoadedHead(head.eval().requires_grad_(False), None, report)
 
 
-def _built(source: Source, names: set[str], target: GenerativeModel) -> MtpHead:
+def _built(source: Source, names: set[str], target: GenerativeModel, draft_vocab: int | None) -> MtpHead:
     """The head on the meta device, its layer of the kind whose parameters have the names in the files."""
-    config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
+    config = target.config.get_text_config(decoder=True)
+    decoder: Any = target.get_decoder()
     index, layer = _matching_layer(decoder, config, {name for name in names if name.startswith("layers.0.")}, source)
-    spec = _spec(source, config, layer_windows(config)[index])
-    norm_class, eps = type(decoder.norm), getattr(config, "rms_norm_eps", 1e-6)
-    rotary = copy.deepcopy(decoder.rotary_emb)
+    num_drafted = min(draft_vocab or config.vocab_size, config.vocab_size)
+    spec = _spec(source, config, layer_windows(config)[index], num_drafted)
+    norm_class: Any = type(decoder.norm)
+    eps, rotary = getattr(config, "rms_norm_eps", 1e-6), copy.deepcopy(decoder.rotary_emb)
+    output = _first_rows(output_layer(target), spec, target.dtype)
     with torch.device("meta"):
-        embeddings, output = embedding_layer(target), output_layer(target)
-        return MtpHead(spec, layer, rotary, lambda: norm_class(config.hidden_size, eps=eps), embeddings, output)
+        new_norm = partial(norm_class, config.hidden_size, eps=eps)
+        return MtpHead(spec, layer, rotary, new_norm, embedding_layer(target), output)
+
+
+def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
+    """The output layer for the tokens that are drafted: the layer itself, a view of its first rows, or a copy of them
+    where the matrix is quantised."""
+    if spec.draft_vocab_size == spec.vocab_size:
+        return output
+    if not is_dense(output):
+        return vocabulary_output(output, spec.hidden_size, torch.arange(spec.draft_vocab_size), dtype)
+    rows = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=output.bias is not None, device="meta")
+    for name, values in output.named_parameters():
+        setattr(rows, name, nn.Parameter(values.detach()[: spec.draft_vocab_size], requires_grad=False))
+    return rows
 
 
 def _matching_layer(decoder: Any, config: Any, names: set[str], source: Source) -> tuple[int, nn.Module]:
@@ -173,7 +186,7 @@ def _matching_layer(decoder: Any, config: Any, names: set[str], source: Source) 
     )
 
 
-def _spec(source: Source, config: Any, window: int | None) -> MtpSpec:
+def _spec(source: Source, config: Any, window: int | None, num_drafted: int) -> MtpSpec:
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return MtpSpec(
@@ -181,7 +194,7 @@ def _spec(source: Source, config: Any, window: int | None) -> MtpSpec:
         hidden_size=config.hidden_size,
         target_hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
+        draft_vocab_size=num_drafted,
         num_layers=1,
         intermediate_size=config.intermediate_size,
         num_heads=num_heads,

@@ -22,6 +22,7 @@ class Layout:
 
     Attributes:
         name: name for messages.
+        example: name of a tensor, for messages.
         pattern: regular expression of the prefix of all names. Its group `layer`, if it has one, is the number of the
             draft layer; a prefix without it is shared by all draft layers.
         names: name inside this package by name after the prefix; all others are the decoder layer's.
@@ -32,6 +33,7 @@ class Layout:
     """
 
     name: str
+    example: str
     pattern: str
     names: Mapping[str, str]
     copies: Sequence[str] = ()
@@ -49,19 +51,29 @@ _JOINED = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj"
 LAYOUTS = (
     Layout(
         "Qwen",
+        "mtp.fc.weight",
         r"(?:model\.)?mtp\.(?:layers\.(?P<layer>\d+)\.)?",
         {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "fc", "norm": "norm"},
     ),
     Layout(
-        "numbered (DeepSeek, GLM)",
+        "DeepSeek and GLM",
+        "model.layers.N.eh_proj.weight",
         _LANGUAGE + r"layers\.(?P<layer>\d+)\.",
         {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "fc", "shared_head.norm": "norm"},
         copies=("shared_head.head.weight", "embed_tokens.weight"),
         follows_target=True,
     ),
-    Layout("MiMo", r"model\.mtp_layers\.(?P<layer>\d+)\.", _JOINED, hidden_first=True, zeroes_first=True),
+    Layout(
+        "MiMo",
+        "model.mtp_layers.0.input_proj.weight",
+        r"model\.mtp_layers\.(?P<layer>\d+)\.",
+        _JOINED,
+        hidden_first=True,
+        zeroes_first=True,
+    ),
     Layout(
         "speculators",
+        "mtp_layers.0.input_proj.weight",
         r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=verifier_))",
         _JOINED,
         copies=("verifier_lm_head.weight",),
@@ -114,11 +126,6 @@ def layout_of(names: Iterable[str], num_target_layers: int) -> tuple[Layout, dic
         if any(place.name == "fc.weight" for place in places.values()):
             return layout, places
     return None
-
-
-def is_draft_layer(name: str, num_target_layers: int) -> bool:
-    """Whether a tensor of a target's checkpoint belongs to one of its draft layers."""
-    return any(place_of(layout, name, num_target_layers) is not None for layout in LAYOUTS)
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:

@@ -1,4 +1,4 @@
-"""Where the draft layers of a target are: its own folder, the Hub's snapshot of the same revision, or a folder of theirs.
+"""The place of a target's draft layers: its own folder, the Hub's snapshot of the same revision, or another folder.
 
 They are found by the names of tensors, not by the config: configs do not always count them, and still count them after
 they were lost. Only the files that hold them are opened, and of a repository only these are downloaded.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,15 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, first_line
-from hf_speculate.files import user_path
+from hf_speculate.files import read_json, user_path
 from hf_speculate.models import GenerativeModel, unwrap
 
 from ..checkpoints import Checkpoint, read_config, read_named, read_weight_map
 from .layouts import LAYOUTS, Layout, Place, expert_of, layout_of
+
+
+# Keys of configs that count draft layers.
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Source:
         files: path of the file that holds each of their tensors, by name.
         places: place of each tensor, by name.
         num_layers: number of draft layers.
+        num_target_layers: number of decoder layers of the target.
+        hub: options of the download, with `huggingface_hub`'s meaning.
     """
 
     name: str
@@ -41,6 +47,8 @@ class Source:
     files: Mapping[str, str]
     places: Mapping[str, Place]
     num_layers: int
+    num_target_layers: int
+    hub: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_target(cls, target: GenerativeModel) -> Source:
@@ -75,29 +83,24 @@ class Source:
             raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
         found = layout_of(files, num_target_layers)
         if found is None:
-            wanted = ", ".join(f"{layout.name}: {_example(layout)}" for layout in LAYOUTS)
-            raise CheckpointError(
-                f"{name} holds no draft layers (MTP) among its {len(files)} tensors; their names would be {wanted}. "
-                "transformers drops them when it saves a model: take them from the original checkpoint, "
-                "mtp:head=FOLDER_OR_HUB_ID."
-            )
+            raise CheckpointError(_without_layers(name, len(files), hub))
         layout, places = found
         numbers = {place.layer for place in places.values() if place.layer is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(f"{name}: draft layers {sorted(numbers)} of {layout.name} names: some are missing.")
-        return cls(name, layout, {each: files[each] for each in places}, places, len(numbers))
+        return cls(name, layout, {each: files[each] for each in places}, places, len(numbers), num_target_layers, hub)
 
-    def paths(self, hub: Mapping[str, Any]) -> dict[str, list[str]]:
+    def paths(self) -> dict[str, list[str]]:
         """The names of tensors to read, by the path of the file that holds them."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
-            path = _file(self.name, file, hub)
+            path = _file(self.name, file, self.hub)
             if path is None:
                 raise CheckpointError(f"{self.name}: its index names the file {file!r}, which is not there.")
             found[path].append(name)
         return dict(found)
 
-    def read(self, layer: int = 0, **hub: Any) -> tuple[Checkpoint, Sequence[str]]:
+    def read(self, layer: int = 0) -> tuple[Checkpoint, Sequence[str]]:
         """The tensors of one draft layer under the names of this package, experts stacked, and those left out.
 
         Raises:
@@ -105,7 +108,7 @@ class Source:
         """
         tensors: dict[str, Tensor] = {}
         left_out = []
-        for path, names in self.paths(hub).items():
+        for path, names in self.paths().items():
             wanted = [name for name in names if self._is_wanted(name, layer)]
             left_out += [name for name in names if name not in wanted]
             tensors |= {self.places[name].name: each for name, each in read_named(path, wanted).items()}
@@ -122,9 +125,18 @@ def num_layers_of(target: GenerativeModel) -> int:
     return target.config.get_text_config(decoder=True).num_hidden_layers
 
 
-def _example(layout: Layout) -> str:
-    examples = {"Qwen": "mtp.*", "MiMo": "model.mtp_layers.N.*", "speculators": "mtp_layers.N.*"}
-    return examples.get(layout.name, "model.layers.N.eh_proj")
+def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
+    """The message for a checkpoint without draft layers: what its config states, and where they would be."""
+    path = _file(name, "config.json", hub)
+    config = read_json(path) if path else {}
+    text = config.get("text_config", config)
+    counted = next((f"{key}={text[key]}" for key in COUNTS if text.get(key)), "")
+    lost = f", though its config.json states {counted}: they were lost when it was saved" if counted else ""
+    examples = ", ".join(f"{layout.example} ({layout.name})" for layout in LAYOUTS)
+    return (
+        f"{name} holds no draft layers (MTP) among its {num_tensors} tensors{lost}. Their names would be {examples}. "
+        "If another checkpoint of this model has them: mtp:head=FOLDER_OR_HUB_ID."
+    )
 
 
 def _file(place: str, file: str, hub: Mapping[str, Any]) -> str | None:
