@@ -20,16 +20,40 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
-from hf_speculate.cache import as_cache
 from hf_speculate.drafting import finite
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_windows, output_layer
 
 from ..checkpoints import HeadSpec, KeyAccount, vocabulary_output
-from ..heads import CachedAttention, FeedingHead, LoadedHead
+from ..heads import Attend, FeedingHead, LoadedHead
 from .source import Source
+
+
+_ATTENTION = "hf_speculate_mtp"  # name of `_attend_by` in transformers' table
+
+
+def _attend_by(
+    _module: nn.Module,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    _mask: None,
+    *,
+    attend: Attend,
+    scaling: float | None = None,
+    **_others: Any,
+) -> tuple[Float[Tensor, "B N heads d"], None]:
+    """Attention of a draft layer: `attend`, which the forward was called with, has its keys, values and mask."""
+    size = queries.shape[-1]
+    if scaling is not None and scaling != size**-0.5:  # that is what `attend` scales by
+        queries = queries * (scaling * size**0.5)
+    return attend(0, queries, keys, values).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attend_by)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +63,13 @@ class MtpSpec(HeadSpec):
     Attributes:
         hidden_first, zeroes_first: see `Layout`.
         num_stored: number of draft layers in the files. The first one drafts every token.
+        is_latent: keys and values come from a shared latent state (MLA), and have different sizes.
     """
 
     hidden_first: bool = False
     zeroes_first: bool = False
     num_stored: int = 1
+    is_latent: bool = False
     parallel: bool = False
 
     @property
@@ -59,13 +85,11 @@ class MtpHead(FeedingHead[MtpSpec]):
     """A draft layer.
 
     Args:
-        layer: decoder layer of the target's class, number 0 of its cache.
+        layer: decoder layer of the target's class, which attends by `_attend_by`.
         rotary: the target's module for rotations.
         norm: function that makes an RMSNorm of the target's class.
         embed_tokens, lm_head: see `SharingHead`.
     """
-
-    attends_by_kernel = False
 
     def __init__(
         self, spec: MtpSpec, layer: nn.Module, rotary: nn.Module, norm: Any, embed_tokens: nn.Module, lm_head: nn.Module
@@ -75,6 +99,7 @@ class MtpHead(FeedingHead[MtpSpec]):
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
+        self.attends_by_kernel = not spec.is_latent
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for: the only feature itself."""
@@ -85,9 +110,9 @@ class MtpHead(FeedingHead[MtpSpec]):
         token_ids: Int[Tensor, "B N"],
         states: Float[Tensor, "B N Hd"],
         position_ids: Int[Tensor, "B N"],
-        attend: CachedAttention,
+        attend: Attend,
     ) -> Float[Tensor, "B N Hd"]:
-        """Runs N entries; arguments and result as of `EagleHead.forward`. `attend` gives its cache and masks."""
+        """Runs N entries; arguments and result as of `EagleHead.forward`."""
         embeddings = self.embed(token_ids)
         if self.spec.zeroes_first:
             embeddings = embeddings.masked_fill((position_ids == 0)[..., None], 0)
@@ -96,10 +121,10 @@ class MtpHead(FeedingHead[MtpSpec]):
         hidden = self.layers[0](
             joined,
             position_embeddings=self.rotary(joined, position_ids),
-            attention_mask=None if attend.masks is None else attend.masks[0],
+            attention_mask=None,
             position_ids=position_ids,
-            use_cache=True,
-            **as_cache(attend.cache),
+            use_cache=False,
+            attend=attend,
         )
         return finite(hidden if isinstance(hidden, Tensor) else hidden[0])
 
@@ -170,14 +195,11 @@ def _matching_layer(decoder: Any, config: Any, names: set[str], source: Source) 
     if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb")):
         raise TargetMismatchError(f"{type(decoder).__name__} has no layers, norm and rotary_emb to build MTP from.")
     config = copy.deepcopy(config)
-    config._attn_implementation = "sdpa"  # masks of trees are made for it
+    config._attn_implementation = _ATTENTION
     for index in reversed(range(len(decoder.layers))):
         with torch.device("meta"):
             layer = type(decoder.layers[index])(config, index)
         if {f"layers.0.{name}" for name in layer.state_dict()} == names:
-            for module in layer.modules():
-                if hasattr(module, "layer_idx"):
-                    module.layer_idx = 0  # its cache has one layer
             return index, layer
     shown = ", ".join(sorted(name.removeprefix("layers.0.") for name in names)[:6])
     raise CheckpointError(
@@ -208,4 +230,5 @@ def _spec(source: Source, config: Any, window: int | None, num_drafted: int) -> 
         hidden_first=source.layout.hidden_first,
         zeroes_first=source.layout.zeroes_first,
         num_stored=source.num_layers,
+        is_latent=getattr(config, "kv_lora_rank", None) is not None,
     )
