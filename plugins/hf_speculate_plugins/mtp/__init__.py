@@ -5,8 +5,11 @@ them when a model is saved. They draft like an EAGLE head: with trees where the 
 """
 
 from .drafter import MtpDrafter as MtpDrafter
+from .drafter import MtpOptions as MtpOptions
 from .head import MtpHead as MtpHead
 from .head import MtpSpec as MtpSpec
+from .head import load_head as load_head
+from .head import new_head as new_head
 from .layouts import LAYOUTS as LAYOUTS
 from .layouts import Layout as Layout
 from .layouts import layout_of as layout_of

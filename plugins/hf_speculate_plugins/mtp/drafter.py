@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_speculate.drafting import Conversations, Drafter, DraftRequest
-from hf_speculate.errors import TargetMismatchError
+from hf_speculate.drafting import Conversations, Drafter, DraftRequest, SavedHead
+from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import Advice
 
-from ..checkpoints import LoadReport, checkpoint_files, tensor_shapes
+from ..checkpoints import ConfigValues, LoadReport, checkpoint_files, read_config, stated_name, tensor_shapes
 from ..eagle import EagleOptions, EagleSession
 from ..heads import LoadedHead
 from .head import MtpHead, MtpSpec, load_head
 from .layouts import layout_of
+from .saving import write_head
 from .source import Source, num_layers_of
 
 
@@ -57,6 +60,8 @@ class MtpDrafter(Drafter):
         self._loaded = loaded
         self.options = options or MtpOptions()
         self.conversations: Conversations[Any] = Conversations()
+        self._config = target.config.get_text_config(decoder=True)
+        self._names = getattr(target, "name_or_path", "") or None, [type(target).__name__]
         self._num_target_layers = num_layers_of(target)
         self.feature_layers = (self._num_target_layers,)
 
@@ -105,6 +110,25 @@ class MtpDrafter(Drafter):
     @classmethod
     def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
         return cls.for_target(target, head=folder, **options)
+
+    def save_pretrained(self, path: str | os.PathLike, layout: str | None = None) -> SavedHead:
+        """Writes the draft layer alone, in the layout "speculators" ("vllm").
+
+        Raises:
+            CheckpointError: the layout does not exist, or cannot express this layer.
+        """
+        self.check_layout(layout)
+        write_head(user_path(path), self.head, self._config, *self._names)
+        return SavedHead("mtp", "speculators", self._names[0])
+
+    def check_layout(self, layout: str | None = None) -> str:
+        if layout not in (None, "speculators", "vllm"):
+            raise CheckpointError(f"draft layers alone are written as 'speculators' ('vllm'), not as {layout!r}.")
+        return "speculators"
+
+    @classmethod
+    def describe(cls, folder: str) -> SavedHead:
+        return SavedHead("mtp", "speculators", stated_name(ConfigValues(folder, read_config(folder))))
 
     @classmethod
     def files(cls, folder: str) -> list[str]:

@@ -12,7 +12,7 @@ Deeper tokens take y in place of h. The layer is of the target's own class, with
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_w
 
 from ..checkpoints import HeadSpec, KeyAccount, vocabulary_output
 from ..heads import Attend, FeedingHead, LoadedHead
+from .layouts import LAYOUTS, Layout
 from .source import Source
 
 
@@ -79,6 +80,10 @@ class MtpSpec(HeadSpec):
     @property
     def algorithm(self) -> Literal["mtp"]:
         return "mtp"
+
+    def entry_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """The target's state after the final norm, as `Drafter.feature_layers` names it."""
+        return (num_target_layers,)
 
 
 class MtpHead(FeedingHead[MtpSpec]):
@@ -145,7 +150,8 @@ def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None =
     """
     checkpoint, left_out = source.read()
     keys = KeyAccount(checkpoint, f"MTP, {source.layout.name}")
-    head = _built(source, set(checkpoint.tensors), unwrap(target), draft_vocab)
+    layer = matching_layer(unwrap(target), checkpoint.tensors, source.name)
+    head = _built(unwrap(target), layer, source.layout, source.num_layers, draft_vocab)
     found = {name: keys.take(name, wanted.shape) for name, wanted in head.state_dict().items()}
     copied, later = "the target's own serves", "the first draft layer drafts every token"
     ignored = {name: copied if source.places[name].is_copy else later for name in left_out}
@@ -161,19 +167,57 @@ def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None =
     return LoadedHead(head.eval().requires_grad_(False), None, report)
 
 
-def _built(source: Source, names: set[str], target: GenerativeModel, draft_vocab: int | None) -> MtpHead:
-    """The head on the meta device, its layer of the kind whose parameters have the names in the files."""
+def new_head(target: GenerativeModel) -> MtpHead:
+    """A fresh draft layer in float32 for a target that has none, for training, in the layout of speculators.
+
+    Its decoder layer begins as the target's last one with full attention. The projection passes the target's state on,
+    with a little of the embedding, so that training begins near the target's own prediction.
+
+    Raises:
+        TargetMismatchError: that layer is quantised, or the target is not built like others.
+    """
+    model = unwrap(target)
+    decoder: Any = model.get_decoder()
+    attending = [layer for layer in decoder.layers if hasattr(layer, "self_attn")]
+    state = attending[-1].state_dict()
+    if not all(tensor.is_floating_point() and tensor.device.type != "meta" for tensor in state.values()):
+        raise TargetMismatchError(
+            "a new draft layer begins as a layer of the target, whose weights are quantised here."
+        )
+    layer = matching_layer(model, [f"layers.0.{name}" for name in state], type(model).__name__)
+    layout = next(each for each in LAYOUTS if each.name == "speculators")
+    head = _built(model, layer, layout)
+    size, std = head.spec.hidden_size, model.config.get_text_config(decoder=True).initializer_range
+    begun: dict[str, Tensor] = {f"layers.0.{name}": tensor for name, tensor in state.items()}
+    begun["fc.weight"] = torch.cat([torch.randn(size, size) * std, torch.eye(size)], dim=1)
+    norm_class: Any = type(decoder.norm)
+    begun |= {f"{name}.weight": norm_class(size).weight for name in ("enorm", "hnorm")}
+    begun["norm.weight"] = decoder.norm.weight
+    device = last_device(target)
+    copies = {name: tensor.detach().float().to(device, copy=True) for name, tensor in begun.items()}
+    head.load_state_dict(copies, assign=True)
+    head.rotary.to(device)
+    return head
+
+
+def _built(
+    target: GenerativeModel,
+    layer: tuple[int, nn.Module],
+    layout: Layout,
+    num_stored: int = 1,
+    draft_vocab: int | None = None,
+) -> MtpHead:
+    """A head on the meta device; arguments as of `matching_layer`'s result and `MtpSpec`."""
     config = target.config.get_text_config(decoder=True)
     decoder: Any = target.get_decoder()
-    index, layer = _matching_layer(decoder, config, {name for name in names if name.startswith("layers.0.")}, source)
     num_drafted = min(draft_vocab or config.vocab_size, config.vocab_size)
-    spec = _spec(source, config, layer_windows(config)[index], num_drafted)
+    spec = _spec(layout, num_stored, config, layer_windows(config)[layer[0]], num_drafted)
     norm_class: Any = type(decoder.norm)
     eps, rotary = getattr(config, "rms_norm_eps", 1e-6), copy.deepcopy(decoder.rotary_emb)
     output = _first_rows(output_layer(target), spec, target.dtype)
     with torch.device("meta"):
         new_norm = partial(norm_class, config.hidden_size, eps=eps)
-        return MtpHead(spec, layer, rotary, new_norm, embedding_layer(target), output)
+        return MtpHead(spec, layer[1], rotary, new_norm, embedding_layer(target), output)
 
 
 def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
@@ -189,30 +233,32 @@ def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
     return rows
 
 
-def _matching_layer(decoder: Any, config: Any, names: set[str], source: Source) -> tuple[int, nn.Module]:
-    """The number of a decoder layer whose parameters have these names, and another layer of its kind on the meta
-    device. The last layers are tried first: draft layers resemble them."""
+def matching_layer(target: GenerativeModel, names: Iterable[str], where: str) -> tuple[int, nn.Module]:
+    """The number of a decoder layer of `target` whose parameters have the names of a draft layer (`layers.0.*`), and a
+    new layer of its kind on the meta device. The last layers are tried first: draft layers resemble them."""
+    decoder: Any = target.get_decoder()
     if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb")):
         raise TargetMismatchError(f"{type(decoder).__name__} has no layers, norm and rotary_emb to build MTP from.")
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(target.config.get_text_config(decoder=True))
     config._attn_implementation = _ATTENTION
+    wanted = {name for name in names if name.startswith("layers.0.")}
     for index in reversed(range(len(decoder.layers))):
         with torch.device("meta"):
             layer = type(decoder.layers[index])(config, index)
-        if {f"layers.0.{name}" for name in layer.state_dict()} == names:
+        if {f"layers.0.{name}" for name in layer.state_dict()} == wanted:
             return index, layer
-    shown = ", ".join(sorted(name.removeprefix("layers.0.") for name in names)[:6])
+    shown = ", ".join(sorted(name.removeprefix("layers.0.") for name in wanted)[:6])
     raise CheckpointError(
-        f"{source.name}: no layer of {type(decoder).__name__} has the tensors of its draft layer ({shown}, …). Draft "
-        "layers belong to the model that they were published with."
+        f"{where}: no layer of {type(decoder).__name__} has the tensors of its draft layer ({shown}, …). Draft layers "
+        "belong to the model that they were published with."
     )
 
 
-def _spec(source: Source, config: Any, window: int | None, num_drafted: int) -> MtpSpec:
+def _spec(layout: Layout, num_stored: int, config: Any, window: int | None, num_drafted: int) -> MtpSpec:
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return MtpSpec(
-        dialect=source.layout.name,
+        dialect=layout.name,
         hidden_size=config.hidden_size,
         target_hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -227,8 +273,8 @@ def _spec(source: Source, config: Any, window: int | None, num_drafted: int) -> 
         windows=(window,),
         qk_norm=False,
         rope=dict(getattr(config, "rope_parameters", None) or {"rope_type": "default"}),
-        hidden_first=source.layout.hidden_first,
-        zeroes_first=source.layout.zeroes_first,
-        num_stored=source.num_layers,
+        hidden_first=layout.hidden_first,
+        zeroes_first=layout.zeroes_first,
+        num_stored=num_stored,
         is_latent=getattr(config, "kv_lora_rank", None) is not None,
     )

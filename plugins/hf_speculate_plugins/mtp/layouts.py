@@ -128,6 +128,13 @@ def layout_of(names: Iterable[str], num_target_layers: int) -> tuple[Layout, dic
     return None
 
 
+def speculators_name(name: str) -> str:
+    """The name that speculators' files give a tensor of this package."""
+    module, _, kind = name.rpartition(".")
+    outer = {inside: outside for outside, inside in _JOINED.items()}.get(module)
+    return f"mtp_layers.0.{name.removeprefix('layers.0.') if outer is None else f'{outer}.{kind}'}"
+
+
 def expert_of(name: str) -> tuple[str, int, str] | None:
     """The module of a tensor that files store for each expert, the expert's number, and which projection it is."""
     match = _EXPERT.fullmatch(name)

@@ -16,8 +16,9 @@ from hf_speculate.files import json_writer, read_json, replace_files, user_path
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
-from ..checkpoints import read_config, read_weight_map
-from .layouts import layout_of
+from ..checkpoints import read_config, read_weight_map, speculators_section, write_checkpoint
+from .head import MtpHead
+from .layouts import layout_of, speculators_name
 from .source import COUNTS, Source
 
 
@@ -82,6 +83,32 @@ def keep(source: Source, folder: str | os.PathLike) -> list[str]:
         text |= stated
         replace_files(path, {"config.json": json_writer(config)})
     return sorted(source.files)
+
+
+def write_head(
+    folder: str | os.PathLike, head: MtpHead, target_config: Any, target_name: str | None, architectures: list[str]
+) -> None:
+    """Writes a draft layer alone, in the layout of vllm-project/speculators, which vLLM serves.
+
+    Args:
+        target_config: config of the target's text model, which describes the layer.
+
+    Raises:
+        CheckpointError: the layout cannot express the head.
+    """
+    if head.spec.hidden_first or head.spec.zeroes_first:
+        raise CheckpointError(f"the speculators layout cannot express {head.spec.dialect}'s order of inputs.")
+    tensors = {speculators_name(name): tensor for name, tensor in head.state_dict().items()}
+    config = {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "speculators_version": "0.9.0",
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": target_config.to_dict(),
+        "speculators_config": speculators_section("mtp", 3, target_name, architectures),
+    }
+    write_checkpoint(folder, WEIGHTS, tensors, config)
 
 
 def add_tensors(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:

@@ -12,3 +12,5 @@ from .method import Eagle1Method as Eagle1Method
 from .method import Eagle1TrainingOptions as Eagle1TrainingOptions
 from .method import Eagle3Method as Eagle3Method
 from .method import Eagle3TrainingOptions as Eagle3TrainingOptions
+from .method import EagleTrainingOptions as EagleTrainingOptions
+from .method import UnrolledMethod as UnrolledMethod

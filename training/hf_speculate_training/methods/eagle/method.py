@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from hf_speculate.models import GenerativeModel
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions
+from hf_speculate_plugins.heads import FeedingHead
 
 from ...data import Batch
 from ...states import TargetStates
@@ -77,15 +78,10 @@ class Eagle1TrainingOptions(EagleTrainingOptions):
 MethodOptions = TypeVar("MethodOptions", bound=EagleTrainingOptions)
 
 
-class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
-    """The common part of both methods: unrolling, and the loss against the target's distribution.
+class UnrolledMethod(HeadMethod[Any, MethodOptions]):
+    """Unrolling, and the loss against the target's distribution, for any `FeedingHead`. Arguments: `HeadMethod`'s."""
 
-    `new_eagle3`, `new_eagle1` and `warm_eagle` make its heads; arguments are `HeadMethod`'s.
-    """
-
-    warm_head = staticmethod(warm_eagle)
-
-    def __init__(self, head: EagleHead, target: GenerativeModel, *args: Any, **kwargs: Any):
+    def __init__(self, head: FeedingHead[Any], target: GenerativeModel, *args: Any, **kwargs: Any):
         super().__init__(head, target, *args, **kwargs)
         config = target.config.get_text_config(decoder=True)
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
@@ -114,10 +110,6 @@ class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
             outputs.append(output)
         return outputs
 
-    def drafter(self, target: GenerativeModel, **options: Any) -> EagleDrafter:
-        """A drafter with the present weights; options are those of `EagleOptions`."""
-        return EagleDrafter(self.decoding_head(target), target, EagleOptions(**options))
-
     def _run_step(self, token_ids, state, position_ids, attend_args) -> tuple[Tensor, StepMemory]:
         attend = UnrolledAttention(*attend_args)
         hidden = self.head(token_ids, state, position_ids, attend)
@@ -145,6 +137,16 @@ class EagleMethod(HeadMethod[EagleHead, MethodOptions]):
         if not (self.training and noise):
             return feature
         return feature + torch.empty_like(feature).uniform_(-noise, noise)
+
+
+class EagleMethod(UnrolledMethod[MethodOptions]):
+    """The common part of both methods; `new_eagle3`, `new_eagle1` and `warm_eagle` make its heads."""
+
+    warm_head = staticmethod(warm_eagle)
+
+    def drafter(self, target: GenerativeModel, **options: Any) -> EagleDrafter:
+        """A drafter with the present weights; options are those of `EagleOptions`."""
+        return EagleDrafter(self.decoding_head(target), target, EagleOptions(**options))
 
 
 class Eagle3Method(EagleMethod[Eagle3TrainingOptions]):
