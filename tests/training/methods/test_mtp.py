@@ -42,7 +42,7 @@ def test_it_begins_with_the_targets_own_layer_or_a_new_one(native):
     assert load_method("mtp") is MtpMethod
 
 
-@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "qwen3_5_text"])
 @torch.no_grad()
 def test_unrolled_steps_are_those_of_drafting(family):
     """At every entry, the states of step k are those of a chain of k tokens of the text."""

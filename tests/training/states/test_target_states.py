@@ -13,6 +13,8 @@ from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate_training.data import Collator, make_row
 from hf_speculate_training.states import TargetReader
+from tests.support.mtp import build
+from tests.support.training import packed
 
 
 LAYERS = (0, 1, 2, RAW_LAST)
@@ -84,17 +86,35 @@ def test_mask_is_made_where_transformers_makes_none(tiny_model, attention_withou
     assert worst_difference(model, reader) < 1e-5
 
 
-def test_attention_that_ignores_masks_is_refused(tiny_model, attention_without_masks):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_where_masks_are_ignored_every_document_has_a_row(tiny_model, attention_without_masks, is_causal):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def deaf(module, query, key, value, attention_mask, **kwargs):
-        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs | {"is_causal": is_causal})
 
     AttentionInterface.register(attention_without_masks, deaf)
     model = copy.deepcopy(tiny_model(attention="sdpa"))
     model.set_attn_implementation(attention_without_masks)
-    with pytest.raises(TargetMismatchError, match="lets packed documents see each other"):
+    if is_causal:
+        reader = TargetReader(model, LAYERS)
+        assert reader.mask == "rows"
+        assert worst_difference(model, reader) < 1e-5
+        return
+    with pytest.raises(TargetMismatchError, match="lets documents see each other"):
         TargetReader(model, LAYERS)
+
+
+def test_documents_of_a_recurrent_target_have_rows_of_their_own():
+    model = build("qwen3_5_text")
+    reader = TargetReader(model, (1, 4))
+    assert reader.mask == "rows"
+    batch = packed([5, 4, -3], [12])
+    states = reader(batch)
+    for row, part in ((0, slice(0, 5)), (0, slice(5, 9)), (1, slice(0, 12))):
+        alone = model(batch["input_ids"][row : row + 1, part], output_hidden_states=True)
+        for layer, found in states.features.items():
+            torch.testing.assert_close(found[row, part], alone.hidden_states[layer][0], rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_are_read(tiny_model):

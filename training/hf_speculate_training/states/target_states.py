@@ -46,11 +46,12 @@ class TargetReader:
 
     Attributes:
         mask: "positions" if the model itself keeps packed documents apart by their position ids, "explicit" if it needs
-            an additive mask [B, 1, S, S].
+            an additive mask [B, 1, S, S], "rows" if neither helps, as with recurrent layers: then every document runs
+            in a row of its own.
 
     Raises:
         TargetMismatchError: there is no such layer; the logits are more than the output matrix times the last hidden
-            state (soft caps, scales), which a head with that matrix would miss; packed documents see each other.
+            state (soft caps, scales), which a head with that matrix would miss; documents see each other even so.
     """
 
     def __init__(self, target: nn.Module, feature_layers: Sequence[int]):
@@ -69,9 +70,29 @@ class TargetReader:
         if "last_hidden" in batch and "features" in batch:
             features = batch["features"]
             return TargetStates({layer: features[layer] for layer in self.feature_layers}, batch["last_hidden"])
-        mask = self._explicit_mask(batch["document_ids"]) if self.mask == "explicit" else None
         with torch.no_grad():
+            if self.mask == "rows":
+                return self._run_apart(batch["input_ids"], batch["document_ids"])
+            mask = self._explicit_mask(batch["document_ids"]) if self.mask == "explicit" else None
             return self._run(batch["input_ids"], batch["position_ids"], mask)
+
+    def _run_apart(self, input_ids: Int[Tensor, "B S"], document_ids: Int[Tensor, "B S"]) -> TargetStates:
+        """The states of documents that run in rows of their own. Padding after a document changes nothing in it."""
+        input_ids, document_ids = input_ids.cpu(), document_ids.cpu()
+        new = torch.ones_like(document_ids, dtype=torch.bool)
+        new[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        rows = new.flatten().cumsum(0) - 1  # the number of each token's document
+        counts = rows.bincount()
+        places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+        texts = torch.zeros(len(counts), int(counts.max()), dtype=torch.long)
+        texts[rows, places] = input_ids.flatten()
+        found = self._run(texts, torch.arange(texts.shape[1])[None].expand_as(texts))
+
+        def packed(states: Tensor) -> Tensor:
+            where = rows.to(states.device), places.to(states.device)
+            return states[where].unflatten(0, input_ids.shape)
+
+        return TargetStates({layer: packed(each) for layer, each in found.features.items()}, packed(found.last_hidden))
 
     def _run(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | None = None) -> TargetStates:
         device = self.target.device
@@ -126,11 +147,14 @@ class TargetReader:
             return
         self.mask = "explicit"
         packed = self._run(packed_ids, packed_positions, self._explicit_mask(documents)).last_hidden
-        if not self._equal(packed, expected):
+        if self._equal(packed, expected):
+            return
+        self.mask = "rows"
+        if not self._equal(self._run_apart(packed_ids, documents).last_hidden, expected):
             raise TargetMismatchError(
                 f"{type(self.target).__name__} with attention "
-                f"{self.target.config._attn_implementation!r} lets packed documents see each other. Possible: load it "
-                "with attn_implementation='sdpa' or 'eager', or train without packing (one document a row)."
+                f"{self.target.config._attn_implementation!r} lets documents see each other. Possible: load it with "
+                "attn_implementation='sdpa' or 'eager'."
             )
 
     def _probe(self, length: int) -> tuple[Tensor, Tensor]:
