@@ -13,9 +13,11 @@ from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.eagle.drafter import EagleSession
 from hf_speculate_plugins.heads import compiled
 from hf_speculate_plugins.heads import head as heads_head
+from hf_speculate_plugins.mtp import MtpDrafter
 
 from ..support.heads import PLAIN, SHAPES, target, write_head
 from ..support.inputs import padded_batch
+from ..support.mtp import load_target, write_target
 from ..support.recorded_drafts import assert_alike, assert_same_nodes, drafts_of
 from ..support.replays import stand_in
 from ..support.tiers import quick
@@ -66,6 +68,24 @@ def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
     assert_same_nodes(found.rounds, expected.rounds, tolerance=1e-3)
     assert any(count < seen for count, seen in calls), "a level sees earlier ones"
     assert "eagle_draft" in replays.names
+
+
+@pytest.mark.parametrize("family", quick(["glm4_moe", "qwen2", "deepseek_v3"], "glm4_moe"))
+def test_mtp(replays, calls, monkeypatch, prompt, tmp_path, family):
+    """Latent attention has keys and values of different sizes, which the kernel does not take."""
+    monkeypatch.setattr(compiled, "kernel_fits", lambda *_: True)
+    folder = write_target(tmp_path / family, family)
+
+    def run(compile):
+        model = load_target(folder)
+        drafter = MtpDrafter.for_target(model, **SHAPES["dynamic"])
+        return drafts_of(EagleSession, model, drafter, padded_batch(prompt, (9, 4)), request, compile)
+
+    request = {**PLAIN, "max_new_tokens": 5, "do_sample": False}
+    expected, found = run(False), run(None)
+    assert found.text == expected.text
+    assert_same_nodes(found.rounds, expected.rounds, tolerance=1e-3)
+    assert bool(calls) == (family != "deepseek_v3")
 
 
 @pytest.mark.rest

@@ -149,6 +149,7 @@ class DraftModelDrafter(Drafter):
             )
         parsed = read_options(DraftModelOptions, options, cls.name, also=["model"])
         if isinstance(model, str | os.PathLike):
+            _check_place(user_path(model), target)
             model = load_beside(os.fspath(model), target)
         drafter = cls(model, parsed)
         drafter._check_smaller(target)
@@ -205,6 +206,16 @@ class DraftModelDrafter(Drafter):
 
     def start(self, request: DraftRequest) -> DraftModelSession:
         return DraftModelSession(self.model, self.options, self.conversations, request)
+
+
+def _check_place(place: str, target: GenerativeModel) -> None:
+    """Raises `TargetMismatchError` for the folder or repository that the target was loaded from."""
+    own = getattr(unwrap(target), "name_or_path", "") or ""
+    if own and (place == own or (os.path.exists(place) and os.path.realpath(place) == os.path.realpath(own))):
+        raise TargetMismatchError(
+            f"{place!r} holds the target itself, and a draft model is a smaller one. If its checkpoint has draft "
+            "layers of its own, they draft with speculator='mtp'."
+        )
 
 
 def _has_same_weights(first: GenerativeModel, second: GenerativeModel) -> bool:

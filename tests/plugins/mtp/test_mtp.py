@@ -161,6 +161,10 @@ class TestProblems:
         with pytest.raises(TargetMismatchError, match=r"belong to a model .*\(32, 96, 4\); .* has \(32, 96, 2\)"):
             other.generate(prompt(5), max_new_tokens=3, speculator=speculator)
 
+    def test_the_targets_folder_is_no_draft_model(self, target_of, folder_of):
+        with pytest.raises(TargetMismatchError, match=r"holds the target itself.*speculator='mtp'"):
+            AutoSpeculator.from_pretrained(folder_of("glm4_moe"), target_of("glm4_moe"))
+
     def test_unknown_options(self, target_of):
         with pytest.raises((TypeError, ValueError), match="depht"):
             AutoSpeculator.from_name("mtp", target_of("qwen2"), depht=3)
