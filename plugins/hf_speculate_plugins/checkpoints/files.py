@@ -344,10 +344,12 @@ def read_weight_map(find: Callable[[str], str | None]) -> dict[str, str]:
         CheckpointError: there is none of the files, or it cannot be read.
     """
     name = "model.safetensors"
-    if index := find(f"{name}.index.json"):
-        return read_index(index)
-    if path := find(name):
+    index, path = find(f"{name}.index.json"), find(name)
+    files = {} if index is None else read_index(index)
+    if path is not None and name not in files.values():  # transformers takes the file; the index is of an earlier save
         return dict.fromkeys(shapes_in(path), name)
+    if files:
+        return files
     raise CheckpointError(f"neither {name} nor its index is there.")
 
 

@@ -16,3 +16,4 @@ from .layouts import layout_of as layout_of
 from .saving import keep as keep
 from .saving import save_pretrained as save_pretrained
 from .source import Source as Source
+from .source import text_config as text_config

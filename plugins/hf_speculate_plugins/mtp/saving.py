@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.files import json_writer, read_json, replace_files, user_path
+from hf_speculate.files import json_writer, replace_files, user_path
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
 from ..checkpoints import read_config, read_weight_map, speculators_section, write_checkpoint
 from .head import MtpHead
 from .layouts import layout_of, speculators_name
-from .source import COUNTS, Source
+from .source import COUNTS, Source, text_config
 
 
 logger = get_logger(__name__)
@@ -41,8 +41,13 @@ def save_pretrained(model: GenerativeModel, folder: str | os.PathLike, **options
         Names of the tensors that were added.
 
     Raises:
+        ValueError: `push_to_hub`, which would upload the folder before the draft layers are there.
         CheckpointError: the draft layers do not fit the folder. The model has been saved then.
     """
+    if options.get("push_to_hub"):
+        raise ValueError(
+            "push_to_hub uploads before the draft layers are there: save first, then `hf upload` the folder."
+        )
     model.save_pretrained(user_path(folder), **options)
     if getattr(model, "peft_config", None) is not None and not (Path(user_path(folder)) / "config.json").exists():
         logger.info(f"{folder} holds an adapter: its base model keeps the draft layers.")
@@ -67,7 +72,7 @@ def keep(source: Source, folder: str | os.PathLike) -> list[str]:
     """
     path = Path(user_path(folder))
     config = read_config(str(path))
-    text = config.get("text_config", config)
+    text = text_config(config)
     depth = text.get("num_hidden_layers")
     if depth != source.num_target_layers:
         raise CheckpointError(
@@ -117,14 +122,10 @@ def add_tensors(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str,
     Args:
         files: file of each of the model's tensors, by name.
     """
-    index = read_json(str(folder / INDEX)) if (folder / INDEX).exists() else {"metadata": {}}
     weights = dict(tensors)
     size = sum(tensor.nbytes for tensor in weights.values())
-    before = index.get("metadata", {}).get("total_size") or sum(
-        (folder / name).stat().st_size for name in {*files.values()}
-    )
-    index["metadata"] = index.get("metadata", {}) | {"total_size": before + size}
-    index["weight_map"] = {**files, **dict.fromkeys(weights, SHARD)}
+    size += sum((folder / name).stat().st_size for name in set(files.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": {**files, **dict.fromkeys(weights, SHARD)}}
 
     def write(path: str) -> None:
         save_file(weights, path, metadata={"format": "pt"})

@@ -77,6 +77,11 @@ class Source:
             CheckpointError: it cannot be read, or has no draft layers.
         """
         name = user_path(name_or_path)
+        if name.endswith(".gguf"):
+            raise CheckpointError(
+                f"{name} is a GGUF file, whose draft layers are not read. Those of the original checkpoint fit: "
+                "mtp:head=FOLDER_OR_HUB_ID."
+            )
         try:
             files = read_weight_map(lambda file: _file(name, file, hub))
         except OSError as error:
@@ -125,11 +130,16 @@ def num_layers_of(target: GenerativeModel) -> int:
     return target.config.get_text_config(decoder=True).num_hidden_layers
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a `config.json` that describes the text model."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
 def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
     """The message for a checkpoint without draft layers: what its config states, and where they would be."""
     path = _file(name, "config.json", hub)
-    config = read_json(path) if path else {}
-    text = config.get("text_config", config)
+    text = text_config(read_json(path) if path else {})
     counted = next((f"{key}={text[key]}" for key in COUNTS if text.get(key)), "")
     lost = f", though its config.json states {counted}: they were lost when it was saved" if counted else ""
     examples = ", ".join(f"{layout.example} ({layout.name})" for layout in LAYOUTS)
@@ -154,10 +164,10 @@ def _stacked(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
         else:
             experts[expert[0]][expert[1:]] = tensor
     for module, parts in experts.items():
-        count = 1 + max(number for number, _ in parts)
+        count = -(-len(parts) // 3)
         missing = [f"{n}.{p}_proj" for n in range(count) for p in ("gate", "up", "down") if (n, p) not in parts]
-        if missing:
-            raise CheckpointError(f"{where}: {module} lacks {', '.join(missing[:4])}.")
+        if missing or len(parts) != 3 * count:
+            raise CheckpointError(f"{where}: {module} lacks {', '.join(missing[:4]) or 'parts of an expert'}.")
         both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
         found[f"{module}.gate_up_proj"] = torch.stack(both)
         found[f"{module}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])

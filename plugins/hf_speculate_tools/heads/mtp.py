@@ -9,7 +9,7 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_plugins.checkpoints import read_config
-from hf_speculate_plugins.mtp import Source, keep
+from hf_speculate_plugins.mtp import Source, keep, text_config
 
 from ..commands import JsonOnly, say, say_json
 
@@ -40,8 +40,7 @@ def keep_layers(
     transformers saves a model without them, also after a fine-tune, a merge or a quantisation. They are added with
     their own names, in a file of their own.
     """
-    config = read_config(str(folder))
-    depth = config.get("text_config", config).get("num_hidden_layers")
+    depth = text_config(read_config(str(folder))).get("num_hidden_layers")
     if not isinstance(depth, int):
         raise SpeculateError(f"{folder} has no config.json of a model: give the folder of a saved model.")
     found = Source.find(source, depth)

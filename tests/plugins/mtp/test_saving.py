@@ -16,7 +16,7 @@ import hf_speculate
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.mtp import MtpDrafter, Source, keep
-from hf_speculate_plugins.mtp.saving import INDEX, SHARD
+from hf_speculate_plugins.mtp.saving import INDEX, SHARD, WEIGHTS
 from hf_speculate_tools import cli
 
 from ...support.mtp import DEPTH, FAMILIES, build, draft_tensors, load_target, write_target
@@ -90,6 +90,22 @@ def test_what_is_there_is_not_written_again(folder):
     before = (folder / SHARD).stat().st_mtime_ns
     assert keep(Source.find(folder, DEPTH), folder) == []
     assert (folder / SHARD).stat().st_mtime_ns == before
+
+
+def test_an_index_of_an_earlier_save_in_shards_is_not_believed(tmp_path, folder):
+    target = load_target(folder)
+    hf_speculate.save_pretrained(target, tmp_path / "new", max_shard_size="20KB")
+    names = hf_speculate.save_pretrained(target, tmp_path / "new")
+    assert names == sorted(draft_tensors("glm4_moe"))
+    weights = json.loads((tmp_path / "new" / INDEX).read_text())["weight_map"]
+    assert set(weights.values()) == {SHARD, WEIGHTS}
+    assert MtpDrafter.for_target(load_target(tmp_path / "new")).spec.num_stored == 1
+
+
+def test_an_upload_comes_after_saving(tmp_path, folder):
+    with pytest.raises(ValueError, match="save first, then"):
+        hf_speculate.save_pretrained(load_target(folder), tmp_path / "new", push_to_hub=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_model_of_another_depth_is_refused(tmp_path, folder):
