@@ -28,6 +28,14 @@ KINDS = {
         **{"dialect": "speculators", "method": "dspark", "first_slot": 0, "markov": "vanilla", "markov_rank": 4},
         **{"draft_vocab_size": 40, "window_from_anchor": True},
     },
+    "sinks": {
+        **{"dialect": "modelopt", "method": "dflash", "first_slot": 1, "causal": (True, True)},
+        **{"windows": (7, 7), "attention_sinks": True},
+    },
+    "modelopt": {
+        **{"dialect": "modelopt", "method": "dspark", "first_slot": 0, "markov": "rnn", "markov_rank": 4},
+        **{"confidence": True, "confidence_with_markov": True, "windows": (6, 6), "attention_sinks": True},
+    },
     "dflash2": {
         **{"dialect": "zlab", "method": "dflash2", "first_slot": 1, "windows": (6, 6)},
         **{"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8},

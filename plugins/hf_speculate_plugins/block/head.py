@@ -18,12 +18,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from hf_speculate.drafting import finite
 from hf_speculate.tree import additive
 
-from ..heads import MLP, Attend, Attention, SharingHead, known_rows, rotary_embedding
+from ..heads import MLP, Attend, Attention, CachedAttention, SharingHead, known_rows, rotary_embedding
 from .spec import BlockSpec
 
 
@@ -161,6 +162,8 @@ class BlockAttention(Attention):
 
     def __init__(self, spec: BlockSpec, layer: int):
         super().__init__(spec, layer, spec.hidden_size, spec.attention_bias, spec.attention_bias)
+        if spec.attention_sinks:
+            self.attention_sink_bias = nn.Parameter(torch.empty(spec.num_heads))
 
     def keys_values(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of context entries [B, kv_heads, J, d]; keys after norm and RoPE."""
@@ -292,6 +295,12 @@ class BlockHead(SharingHead[BlockSpec]):
         ids = anchors.new_full((len(anchors), self.spec.block_size), self.spec.mask_token_id)
         ids[:, 0] = anchors
         return ids
+
+    def attention(self, cache: Cache, masks: Sequence[Tensor | None]) -> CachedAttention:
+        """The `attend` of a block over the context in `cache`; for the arguments see `CachedAttention`."""
+        layers: Any = self.layers
+        sinks = [layer.self_attn.attention_sink_bias for layer in layers] if self.spec.attention_sinks else None
+        return CachedAttention(cache, masks, sinks=sinks)
 
     def forward(
         self, token_ids: Int[Tensor, "B S"], position_ids: Int[Tensor, "B S"], attend: Attend

@@ -1,8 +1,9 @@
 """Checkpoints of one-pass heads in every published layout, read: tensors first, config second.
 
 Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge,
-vllm-project/speculators and llama.cpp. They share the tensors' names and differ in the config: where it lies, how
-layers of the target are counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
+NVIDIA/Model-Optimizer, vllm-project/speculators and llama.cpp, and SGLang's reader of LFM2.5's DSpark heads. They share
+most names of tensors and differ in the config: where it lies, how layers of the target are counted, which slots
+propose, what sees what. All of that ends here, in one `BlockSpec`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
@@ -26,19 +29,28 @@ _MARKOV, _SELECTOR = "markov_head.markov_w1.weight", "candidate_selector.hidden_
 _SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
 # Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
+# Names in other layouts -> ours (DeepSpec's): ModelOpt's flat DSpark.
+_RENAMES = (
+    (re.compile(r"^(markov_w1|markov_w2|gate_proj|joint_proj)\."), r"markov_head.\1."),
+    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),
+)
+_SINK, _NEOX = "layers.0.self_attn.attention_sink_bias", "rope_is_neox_style"
+_ROTATED = re.compile(r"^layers\.\d+\.self_attn\.[qk]_(proj|norm)\.")
+# Fields of `BlockSpec` that conventions replace.
+_OVERRIDES = ("feature_layers", "mask_token_id", "first_slot", "rope_interleaved")
 _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 
 # Meanings of absent keys in configs, by layout and method. Each is that of the code that writes a layout, or of its
 # first reader: speculators 0.5 to 0.9 (the fields of its config classes, alike in all versions that have them), z-lab's
-# dflash 0.1.0 and NeMo Automodel's reader of DFlash2, SpecForge 0.2.0, DeepSpec with vLLM, llama.cpp b11549. Keys that
-# a layout must have are not listed, nor those that the tensors decide. None: the key has a meaning only where it is
-# stated.
+# dflash 0.1.0 and NeMo Automodel's reader of DFlash2, SpecForge 0.2.0, ModelOpt 0.47.0, DeepSpec with vLLM, llama.cpp
+# b11549. Keys that a layout must have are not listed, nor those that the tensors decide. None: the key has a meaning
+# only where it is stated.
 Defaults = Mapping[str, Any]
 
 _NO_MARKOV: Defaults = {"markov_rank": 0, "markov_head_type": "vanilla", "confidence_head_with_markov": False}
 _OF_SELECTOR: Defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # Which slots see which: without any of these, layers with a window are causal and others are not.
-_CAUSALITY: Defaults = {"is_causal": None, "causal": None, "causal_head": None}
+_CAUSALITY: Defaults = dict.fromkeys(("causal", "causal_head", "dflash_query_causal", "is_causal"))
 _LOGITS: Defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 
 _ZLAB = {**_CAUSALITY, **_LOGITS, **_NO_MARKOV, "block_size": 16, "sample_from_anchor": False}
@@ -50,6 +62,7 @@ DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
     "zlab": {"dflash": _ZLAB, "dspark": {**_ZLAB, "sample_from_anchor": True}, "dflash2": {**_ZLAB, **_OF_SELECTOR}},
     "deepspec": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
     "specforge": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
+    "modelopt": {"dflash": _ZLAB, "dspark": {**_DEEPSPEC, "confidence_head_with_markov": True}},
     "speculators": {
         "dflash": _SPECULATORS,
         "dspark": {
@@ -73,11 +86,27 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
     name, kind, section, layer_type = "block", "one-pass head", "dflash_config", "qwen3"
     head_class, conventions_class = BlockHead, BlockConventions
     config_says = "block_size, the mask token and RoPE"
+    follows = ("use_swa", "attention_sink_bias", _NEOX)
 
     @classmethod
     def recognizes(cls, shapes: Shapes) -> bool:
         # The context's norm lies next to the layers, not in the first of them as EAGLE-3's does.
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
+
+    @classmethod
+    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def renamed(name: str) -> str:
+            ours = next((pattern.sub(to, name) for pattern, to in _RENAMES if pattern.match(name)), name)
+            return name if ours in tensors else ours  # under both names: neither may get lost in silence
+
+        return {renamed(name): tensor for name, tensor in tensors.items()}
+
+    @classmethod
+    def arranged(cls, tensors: dict[str, Tensor], spec: BlockSpec) -> dict[str, Tensor]:
+        if spec.rope_interleaved:
+            rotated = {name: tensor for name, tensor in tensors.items() if _ROTATED.match(name)}
+            tensors |= {name: _halves(rows, spec.head_dim) for name, rows in rotated.items()}
+        return tensors
 
     @classmethod
     def spec_of(cls, stated: HeadFacts, conventions: BlockConventions) -> BlockSpec:
@@ -94,13 +123,20 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
             **_scoring_parts(stated, keys),
             **_logits(keys),
             attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
+            own_embeddings="embed_tokens.weight" in shapes and "lm_head.weight" not in shapes,
+            attention_sinks=keys.place("attention_sink_bias").flag("attention_sink_bias", _SINK in shapes),
+            rope_interleaved=not keys.place(_NEOX).flag(_NEOX, True),
         )
         stated.check_sizes(spec)
         causal = spec.causal if conventions.causal is None else (conventions.causal,) * spec.num_layers
-        changed = spec.overridden(conventions, ("feature_layers", "mask_token_id", "first_slot"), causal=causal)
+        changed = spec.overridden(conventions, _OVERRIDES, causal=causal)
         if changed.num_features != spec.num_features:
             raise CheckpointError(
                 f"this head takes {spec.num_features} features, feature_layers names {changed.num_features}."
+            )
+        if changed.rope_interleaved and keys.dialect == "llama.cpp":
+            raise CheckpointError(
+                f"{stated.folder}: RoPE of heads in GGUF files turns halves, not pairs (rope_interleaved)."
             )
         return changed
 
@@ -109,6 +145,11 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         if _stated_layers(stated, spec.dialect):
             return {}
         return {"feature_layers": "which hidden states of the target it reads"}
+
+
+def flat_name(name: str) -> str:
+    """ModelOpt's name of a tensor."""
+    return name.removeprefix("markov_head.").replace("confidence_head.proj.", "confidence_proj.")
 
 
 @dataclass(frozen=True)
@@ -161,10 +202,14 @@ def _dialect(stated: HeadFacts) -> Dialect:
     if projector not in ("dflash", "dspark"):
         raise nested.wrong("projector_type", "dflash or dspark: other projectors are computed in another way")
     if projector == "dspark":
-        return "specforge"
+        return "modelopt" if "DFlashDraftModel" in architectures else "specforge"
     # DeepSpec names its DFlash heads as its DSpark heads, with a Markov head of rank 0.
     is_flat = "markov_rank" in config and "target_layer_ids" not in nested
-    return "deepspec" if is_flat or any("DSpark" in name for name in architectures) else "zlab"
+    if is_flat or any("DSpark" in name for name in architectures):
+        return "deepspec"
+    # Plain DFlash of ModelOpt is z-lab's, but for a key that it always writes. NeMo Automodel's has is_causal as well.
+    is_modelopt = "causal" in nested and "is_causal" not in config
+    return "modelopt" if is_modelopt or nested.flag("use_swa", False) or _SINK in stated.shapes else "zlab"
 
 
 def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...]) -> Method:
@@ -224,6 +269,11 @@ def _block(stated: HeadFacts, keys: _Keys, mask_token_id: int | None) -> dict[st
     can_be_first = (keys.dialect, keys.method) != ("llama.cpp", "dflash")
     first_slot = 0 if can_be_first and keys.flag("sample_from_anchor") else 1
     block_size = place.size("block_size", most=_MAX_BLOCK)
+    is_shifted, shift = keys.method == "dspark", keys.place("shift_label")
+    if shift.flag("shift_label", is_shifted) != is_shifted:
+        raise shift.wrong(
+            "shift_label", f"{is_shifted}, as heads of this kind ({keys.method}) are trained here and there".lower()
+        )
     if block_size <= first_slot:
         raise place.wrong("block_size", "at least one slot that proposes")
     token = mask_token_of(stated.nested, config) if mask_token_id is None else mask_token_id
@@ -244,11 +294,36 @@ def _visibility(stated: HeadFacts, keys: _Keys, num_layers: int) -> dict[str, An
         causal = tuple(window is not None and not is_free for window in windows)
     else:
         # NeMo Automodel's JetSpec heads state both `causal` and, as its DFlash heads do, `is_causal: false`.
-        whole = keys.first_flag("causal", "causal_head", "is_causal")
+        whole = keys.first_flag(*_CAUSALITY)
         kinds = [*stated.layers.texts("layer_types"), *("full_attention",) * num_layers]
         slides = (window or kind == "sliding_attention" for window, kind in zip(windows, kinds, strict=False))
         causal = tuple(bool(each) if whole is None else whole for each in slides)
+    if keys.flag("use_swa"):
+        windows = (_modelopt_window(stated, keys),) * num_layers
     return {"windows": windows, "causal": causal, "window_from_anchor": keys.dialect == "speculators"}
+
+
+def _modelopt_window(stated: HeadFacts, keys: _Keys) -> int:
+    """Window of all layers, whose types stay those of full attention. Slots see their whole block, so windows shorter
+    than a block, which ModelOpt refuses too, would have another meaning than z-lab's."""
+    place, block_size = keys.place("swa_window_size"), keys.place("block_size").size("block_size", most=_MAX_BLOCK)
+    if keys.dialect == "speculators" or "sliding_attention" in stated.layers.texts("layer_types"):
+        raise keys.place("use_swa").wrong("use_swa", "false where layer_types gives the windows")
+    if "swa_window_size" not in place:
+        place = place.with_defaults({"swa_window_size": stated.config.size("sliding_window")})
+    if (window := place.size("swa_window_size", most=1 << 40)) < block_size:
+        raise place.wrong("swa_window_size", f"at least the block's {block_size}")
+    return window
+
+
+def _halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves.
+
+    The same order of queries and keys changes no product of theirs, so the head computes what it did.
+    """
+    if rows.dim() == 0 or len(rows) % head_dim:
+        return rows  # the account of keys refuses it
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _logits(keys: _Keys) -> dict[str, Any]:
@@ -275,7 +350,7 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         if kind.text("markov_head_type") not in _MARKOV_KINDS:
             raise kind.wrong("markov_head_type", f"one of {', '.join(_MARKOV_KINDS)}")
         found |= {"markov": kind.text("markov_head_type"), "markov_rank": rank.size("markov_rank")}
-    if has_confidence or keys.flag("enable_confidence_head"):
+    if has_confidence or keys.flag("enable_confidence_head") or keys.flag("use_confidence_head"):
         found |= {"confidence": True, "confidence_with_markov": keys.flag("confidence_head_with_markov")}
     if keys.method == "dflash2":
         names = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")

@@ -15,7 +15,7 @@ from hf_speculate.speculator import check_sizes
 from ..checkpoints import HeadSpec
 
 
-Dialect = Literal["zlab", "deepspec", "specforge", "speculators", "llama.cpp"]
+Dialect = Literal["zlab", "deepspec", "specforge", "modelopt", "speculators", "llama.cpp"]
 Method = Literal["dflash", "dspark", "dflash2"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
@@ -37,12 +37,18 @@ class BlockSpec(HeadSpec):
         causal: truth value for each layer: slots see only slots up to their own.
         window_from_anchor: windows count context entries from the anchor, for all slots alike (speculators), instead of
             from each slot (z-lab).
+        attention_sinks: each attention head has a logit that takes a share of the softmax and adds no value (ModelOpt,
+            as in GPT-OSS).
+        rope_interleaved: the file's queries and keys have the two values of a RoPE pair next to each other (LFM2).
+            Loading sorts them into halves, so the module computes ordinary RoPE.
         markov: kind of the Markov head, None without one.
         markov_rank: r, width of its codes.
         confidence: the head gives the confidence of each slot.
         confidence_with_markov: the confidence head sees the Markov code of the token before, too.
         conv_kernel_size, conv_group_size: sizes of the convolutions over slots, 0 without.
         selector_rank, selector_top_k: sizes of the selector, 0 without.
+        own_embeddings: the file has embeddings and takes the output matrix from the target, so the embeddings are the
+            head's own (Nemotron), not a copy of the target's.
         embedding_scale: factor of the block's embeddings.
         output_multiplier, softcap: logits are multiplied, then bent by `softcap * tanh(logits / softcap)`.
     """
@@ -58,6 +64,8 @@ class BlockSpec(HeadSpec):
     attention_bias: bool = False
     adapts_features: bool = False
     window_from_anchor: bool = False
+    attention_sinks: bool = False
+    rope_interleaved: bool = False
     markov: MarkovKind | None = None
     markov_rank: int = 0
     confidence: bool = False
@@ -66,6 +74,7 @@ class BlockSpec(HeadSpec):
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    own_embeddings: bool = False
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float | None = None
@@ -73,6 +82,10 @@ class BlockSpec(HeadSpec):
     @property
     def algorithm(self) -> str:
         return self.method
+
+    @property
+    def trains_embeddings(self) -> bool:
+        return self.own_embeddings
 
     @property
     def num_features(self) -> int:
@@ -117,6 +130,7 @@ class BlockConventions:
         first_slot: first slot that proposes: 0 for DeepSpec's heads, 1 for z-lab's.
         causal: whether slots see only slots up to their own, in all layers.
         rope_theta: base of the rotary embedding.
+        rope_interleaved: whether RoPE turns neighbouring values (LFM2) instead of the two halves.
     """
 
     feature_layers: Sequence[int] | None = None
@@ -124,6 +138,7 @@ class BlockConventions:
     first_slot: Literal[0, 1] | None = None
     causal: bool | None = None
     rope_theta: float | None = None
+    rope_interleaved: bool | None = None
 
     def __post_init__(self) -> None:
         if self.feature_layers is not None:

@@ -20,7 +20,6 @@ from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import (
-    CachedAttention,
     CompiledForwards,
     LoadedHead,
     Place,
@@ -65,7 +64,7 @@ class PlainSteps:
         """States of all slots after the entries that were read."""
         head = self._loaded.head
         positions, masks = block_place(head, self._reading)
-        return head(head.block_ids(anchors), positions, CachedAttention(self._reading.cache.cache, masks))
+        return head(head.block_ids(anchors), positions, head.attention(self._reading.cache.cache, masks))
 
 
 @torch.no_grad()
@@ -143,7 +142,7 @@ def _run_block(
     slots, places = positions[:, None] + steps, lengths.max() + steps
     seen_positions = entries + (positions - lengths)[:, None]
     masks = block_masks(head.spec, slots, seen_positions, text_entries(prompt, lengths), head.dtype, places)
-    return head(head.block_ids(anchors), slots, CachedAttention(static_cache(stacks, places), masks))
+    return head(head.block_ids(anchors), slots, head.attention(static_cache(stacks, places), masks))
 
 
 class CompiledSteps(CompiledForwards):

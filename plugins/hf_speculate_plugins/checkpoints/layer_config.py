@@ -42,6 +42,11 @@ def layer_config(config: ConfigValues, flat_type: str) -> ConfigValues:
     return place.with_defaults({**filled, "model_type": model_type, "default_rope_theta": theta})
 
 
+def nested_layers(config: ConfigValues) -> tuple[ConfigValues, ...]:
+    """The nested config of the decoder layers as it is written, if there is one."""
+    return (config.inner(_NESTED),) if _NESTED in config else ()
+
+
 def class_defaults(place: ConfigValues, model_type: str) -> dict[str, Any]:
     """The values that the class of a model type gives absent keys; `CheckpointError` if there is no such class."""
     try:

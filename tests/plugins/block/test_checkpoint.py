@@ -22,13 +22,15 @@ from ...support.heads import target
 OWN = {kind: fields["dialect"] for kind, fields in KINDS.items()}
 # Layouts that can say each kind.
 LAYOUTS = {
-    "dflash": ["zlab", "speculators"],
-    "jetspec": ["zlab"],
+    "dflash": ["zlab", "speculators", "modelopt"],
+    "jetspec": ["zlab", "modelopt"],
     "windows": ["speculators"],
-    "dspark": ["deepspec", "speculators"],
-    "gated": ["deepspec", "speculators"],
-    "rnn": ["deepspec", "speculators"],
+    "dspark": ["deepspec", "speculators", "modelopt"],
+    "gated": ["deepspec", "speculators", "modelopt"],
+    "rnn": ["deepspec", "speculators", "modelopt"],
     "reduced": ["speculators"],
+    "sinks": ["modelopt"],
+    "modelopt": ["modelopt"],
     "dflash2": ["zlab"],
 }
 CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
@@ -71,7 +73,7 @@ def test_what_is_written_is_read(tmp_path, kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_that_cannot_say_a_head_are_refused(tmp_path, kind):
     drafter = random_block(kind, target())
-    for layout in {"zlab", "deepspec", "speculators"} - set(LAYOUTS[kind]):
+    for layout in {"zlab", "deepspec", "speculators", "modelopt"} - set(LAYOUTS[kind]):
         with pytest.raises(CheckpointError, match=f"the {layout} layout cannot express this head: it has "):
             drafter.save_pretrained(tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()

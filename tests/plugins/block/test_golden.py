@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate.drafting import DraftRequest
-from hf_speculate_plugins.block import BlockDrafter, BlockOptions, load_head
+from hf_speculate_plugins.block import BlockDrafter, BlockFiles, BlockOptions, load_head
 from hf_speculate_plugins.block.head import block_masks
 from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 from hf_speculate_plugins.checkpoints import read_checkpoint
@@ -33,6 +33,12 @@ WITH_ROUNDS = [
     "dspark-deepspec-vanilla",
     "jetspec-causal",
     "jetspec-causal-defaults",
+    "lfm2-dspark-interleaved",
+    "modelopt-dflash-causal",
+    "modelopt-dflash-sinks-swa",
+    "modelopt-dspark-flat",
+    "modelopt-dspark-rnn-swa",
+    "nemotron-dspark-sinks",
 ]
 WITH_ANCHORS = [
     "dflash-speculators-fullvocab-swa",
@@ -42,7 +48,7 @@ WITH_ANCHORS = [
 ]
 # Keys or tensors left out as speculators 0.9 leaves them out.
 WITHOUT_DEFAULTS = ["speculators-dflash2-defaults", "speculators-dspark-fullvocab"]
-WITH_PATHS = [name for name in WITH_ROUNDS if name.startswith("dspark")]
+WITH_PATHS = [name for name in WITH_ROUNDS if "dspark" in name]
 DDTREES = {"ddtree-zlab-base": "dflash-zlab-base", "ddtree-zlab-defaults": "dflash-zlab-defaults"}
 
 
@@ -91,9 +97,9 @@ def slots_of(session, root):
 
 
 def test_golden_folders_are_all_covered(golden_root):
-    families = ("dflash", "dspark", "jetspec", "ddtree")
+    families = ("dflash", "dspark", "jetspec", "ddtree", "lfm2", "modelopt", "nemotron")
     found = {path.name for path in golden_root.iterdir() if path.name.startswith(families)}
-    assert found == {*WITH_ROUNDS, *WITH_ANCHORS, *DDTREES}
+    assert found == {*WITH_ROUNDS, *WITH_ANCHORS, *DDTREES, "modelopt-domino"}
 
 
 @pytest.mark.parametrize("name", WITH_ROUNDS + WITH_ANCHORS + WITHOUT_DEFAULTS)
@@ -104,7 +110,7 @@ def test_golden_feature_layers_and_keys(golden_root, name):
         "block_size", drafter.spec.block_size
     )
     report = drafter.report
-    in_file = set(read_checkpoint(str(golden_root / name / "head")).tensors)
+    in_file = set(BlockFiles.canonical(read_checkpoint(str(golden_root / name / "head")).tensors))
     assert {*report.used, *report.shared, *report.ignored} >= in_file
     assert not report.ignored
     context = drafter.head.fuse(list(features_of(name, drafter).values()))
@@ -192,15 +198,19 @@ def test_golden_logits_behind_given_tokens(golden_root, name):
     drafter, vectors = drafter_of(name), vectors_of(name)
     head = drafter.head
     for number, root, session in rounds_of(name, drafter):
-        hidden = slots_of(session, root)
+        hidden = slots_of(session, root)[:, head.spec.first_slot :]
         logits = head.logits(hidden)[0]
         for path, expected in zip(vectors["path_ids"], vectors[f"round{number}_path_logits"], strict=True):
             previous = torch.cat([root[None], path[:-1]])
             carried = None
-            for slot in range(len(path)):
+            for slot in range(len(logits)):
                 codes = head.markov_head.codes(previous[slot][None])
                 inputs, carried = head.markov_head.inputs(hidden[0, slot, None], codes, carried)
                 torch.testing.assert_close(logits[slot] + head.markov_head.bias(inputs)[0], expected[slot], **CLOSE)
+        if head.spec.confidence and f"round{number}_confidence_logits" in vectors:
+            along = torch.cat([root[None], vectors[f"round{number}_draft_ids"][:-1]])[None]
+            expected = vectors[f"round{number}_confidence_logits"]
+            torch.testing.assert_close(head.confidence(hidden, along)[0], expected, **CLOSE)
         if "cond_parent_ids" not in vectors:
             continue
         for index, parent in enumerate(vectors["cond_parent_ids"]):

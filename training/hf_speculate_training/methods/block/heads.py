@@ -131,11 +131,13 @@ def warm_block(folder: str | os.PathLike, target: GenerativeModel) -> tuple[Bloc
     Embeddings and a whole output matrix of its own stay as its trainer left them.
 
     Raises:
-        RecipeError: a DFlash2 head, whose selector these methods do not train; a target with more tokens.
+        RecipeError: a DFlash2 head or attention sinks, which these methods do not train; a target with more tokens.
     """
     loaded = load_head(local_folder(os.fspath(folder)), target, packed=False)
     if loaded.head.spec.method == "dflash2":
         raise RecipeError("method.start_from: this is a DFlash2 head, and its selector is not trained here.")
+    if loaded.head.spec.attention_sinks:
+        raise RecipeError("method.start_from: this head has attention sinks, which are not trained here.")
     refuse_added_tokens(loaded.head.spec.vocab_size, target)
     head = trainable(loaded.head)
     for name in ("embed_tokens", "lm_head"):
