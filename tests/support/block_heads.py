@@ -36,6 +36,14 @@ KINDS = {
         **{"dialect": "modelopt", "method": "dspark", "first_slot": 0, "markov": "rnn", "markov_rank": 4},
         **{"confidence": True, "confidence_with_markov": True, "windows": (6, 6), "attention_sinks": True},
     },
+    "domino": {
+        **{"dialect": "modelopt", "method": "domino", "first_slot": 0, "markov": "domino", "markov_rank": 4},
+        **{"gru_size": 6, "num_bare_slots": 1},
+    },
+    "xpress": {
+        **{"dialect": "speculators", "method": "xpress", "first_slot": 1, "markov": "xpress", "markov_rank": 4},
+        **{"refiner_size": 8, "window_from_anchor": True},
+    },
     "dflash2": {
         **{"dialect": "zlab", "method": "dflash2", "first_slot": 1, "windows": (6, 6)},
         **{"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8},

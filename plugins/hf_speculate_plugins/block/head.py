@@ -25,62 +25,12 @@ from hf_speculate.drafting import finite
 from hf_speculate.tree import additive
 
 from ..heads import MLP, Attend, Attention, CachedAttention, SharingHead, known_rows, rotary_embedding
+from .markov import MarkovHead
 from .spec import BlockSpec
 
 
 Append = Callable[[int, Tensor, Tensor], Any]
 """append(layer, keys [B, kv_heads, J, d], values [B, kv_heads, J, d]): takes J context entries of a layer."""
-
-
-class MarkovHead(nn.Module):
-    """A bias of low rank on a slot's logits, from the token before it.
-
-    Source: deepseek-ai/DeepSpec, `markov_head.py`. "vanilla": `w2(w1[token])`; "gated": the code is weighed by a gate
-    that sees the slot's state; "rnn": a recurrent state runs along the path.
-    """
-
-    def __init__(self, spec: BlockSpec):
-        super().__init__()
-        rank = spec.markov_rank
-        self.kind = spec.markov
-        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.draft_vocab_size, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
-
-    def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
-        return known_rows(self.markov_w1.weight, previous)
-
-    def inputs(
-        self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"] | None = None
-    ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"] | None]:
-        """Inputs of `markov_w2`, and the recurrent state after these slots.
-
-        Args:
-            carried: recurrent state before them; only "rnn" has one, None: at the first slot.
-        """
-        if self.kind == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([states, codes], dim=-1))) * codes, carried
-        if self.kind == "rnn":
-            carried = torch.zeros_like(codes) if carried is None else carried
-            gate, new, out = self.joint_proj(torch.cat([carried, codes, states], dim=-1)).chunk(3, dim=-1)
-            gate = torch.sigmoid(gate)
-            carried = gate * carried + (1 - gate) * torch.tanh(new)
-            return torch.tanh(out), carried
-        return codes, carried
-
-    def bias(self, inputs: Float[Tensor, "... r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
-        """The bias after the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r],
-        [*N, P, M]."""
-        if columns is None:
-            return self.markov_w2(inputs)
-        return inputs @ self.rows(columns).mT
-
-    def rows(self, columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M r"]:
-        """The rows of the output matrix that `bias` multiplies with."""
-        return functional.embedding(columns, self.markov_w2.weight)
 
 
 class CandidateSelector(nn.Module):
@@ -319,6 +269,10 @@ class BlockHead(SharingHead[BlockSpec]):
         for layer in self.layers:
             states = layer(states, rotary, attend)
         return self.norm(states)
+
+    def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N c"]:
+        """The codes of tokens for the Markov head, see `MarkovHead.inputs`."""
+        return self.embed(previous) if self.spec.markov == "domino" else self.markov_head.codes(previous)
 
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
         """Logits of the slots by themselves, without the part of a Markov head or a selector."""

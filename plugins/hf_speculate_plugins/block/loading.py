@@ -17,7 +17,15 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, HeadFacts, Shapes, mask_token_of, windows_of
+from ..checkpoints import (
+    GGUF_ARCHITECTURE,
+    ConfigValues,
+    HeadFacts,
+    Shapes,
+    check_stated_size,
+    mask_token_of,
+    windows_of,
+)
 from ..heads import HeadFiles
 from .head import BlockHead
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
@@ -27,18 +35,31 @@ _MAX_FEATURES, _MAX_BLOCK = 256, 512
 _SIGNS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")
 _MARKOV, _SELECTOR = "markov_head.markov_w1.weight", "candidate_selector.hidden_projection.weight"
 _SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
-# Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
-_OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
-# Names in other layouts -> ours (DeepSpec's): ModelOpt's flat DSpark.
-_RENAMES = (
-    (re.compile(r"^(markov_w1|markov_w2|gate_proj|joint_proj)\."), r"markov_head.\1."),
-    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),
-)
+# Tensors of relatives whose forward pass is another, such as P-EAGLE.
+_OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|midlayer\.|causal_refiner)")
+# Beginnings of names in other layouts -> ours (DeepSpec's), by method; the first that fits counts.
+NAMES: Mapping[Method, Mapping[str, str]] = {
+    "dspark": {
+        **{f"{part}.": f"markov_head.{part}." for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
+        "confidence_proj.": "confidence_head.proj.",
+    },
+    "domino": {
+        **{"prefix_gru.weight_ih_l0": "markov_head.gru_input.weight"},
+        **{"prefix_gru.weight_hh_l0": "markov_head.gru_state.weight"},
+        **{"embed_proj.0.": "markov_head.joint_proj.", "embed_proj.2.": "markov_head.markov_w2."},
+    },
+    "xpress": {
+        **{"refiner_head.token_embed.": "markov_head.markov_w1.", "refiner_head.readout.": "markov_head.markov_w2."},
+        "refiner_head.": "markov_head.refiner.",
+    },
+}
+_STARTS = [pair for names in NAMES.values() for pair in names.items()]
+_GRU, _REFINER = "markov_head.gru_state.weight", "markov_head.refiner.mlp_gate.weight"
 _SINK, _NEOX = "layers.0.self_attn.attention_sink_bias", "rope_is_neox_style"
 _ROTATED = re.compile(r"^layers\.\d+\.self_attn\.[qk]_(proj|norm)\.")
 # Fields of `BlockSpec` that conventions replace.
 _OVERRIDES = ("feature_layers", "mask_token_id", "first_slot", "rope_interleaved")
-_MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
+_MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")  # those that DSpark's configs name
 
 # Meanings of absent keys in configs, by layout and method. Each is that of the code that writes a layout, or of its
 # first reader: speculators 0.5 to 0.9 (the fields of its config classes, alike in all versions that have them), z-lab's
@@ -47,7 +68,8 @@ _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 # only where it is stated.
 Defaults = Mapping[str, Any]
 
-_NO_MARKOV: Defaults = {"markov_rank": 0, "markov_head_type": "vanilla", "confidence_head_with_markov": False}
+_VANILLA: Defaults = {"markov_head_type": "vanilla"}
+_NO_MARKOV: Defaults = {**_VANILLA, "markov_rank": 0, "confidence_head_with_markov": False}
 _OF_SELECTOR: Defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # Which slots see which: without any of these, layers with a window are causal and others are not.
 _CAUSALITY: Defaults = dict.fromkeys(("causal", "causal_head", "dflash_query_causal", "is_causal"))
@@ -62,7 +84,11 @@ DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
     "zlab": {"dflash": _ZLAB, "dspark": {**_ZLAB, "sample_from_anchor": True}, "dflash2": {**_ZLAB, **_OF_SELECTOR}},
     "deepspec": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
     "specforge": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
-    "modelopt": {"dflash": _ZLAB, "dspark": {**_DEEPSPEC, "confidence_head_with_markov": True}},
+    "modelopt": {
+        "dflash": {**_LOGITS, "causal": None, "block_size": 16, "sample_from_anchor": False},
+        "dspark": {**_VANILLA, "causal": None, "sample_from_anchor": True, "confidence_head_with_markov": True},
+        "domino": {"causal": None, "sample_from_anchor": True, "pure_draft_prefix_len": 1},
+    },
     "speculators": {
         "dflash": _SPECULATORS,
         "dspark": {
@@ -71,6 +97,7 @@ DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
             "confidence_head_with_markov": True,
         },
         "dflash2": {**_SPECULATORS, **_OF_SELECTOR, "sliding_window_non_causal": True},
+        "xpress": _SPECULATORS,
     },
     # Its DFlash proposes from slot 1, whatever the key holds.
     "llama.cpp": {
@@ -96,7 +123,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
     @classmethod
     def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         def renamed(name: str) -> str:
-            ours = next((pattern.sub(to, name) for pattern, to in _RENAMES if pattern.match(name)), name)
+            ours = next((to + name.removeprefix(start) for start, to in _STARTS if name.startswith(start)), name)
             return name if ours in tensors else ours  # under both names: neither may get lost in silence
 
         return {renamed(name): tensor for name, tensor in tensors.items()}
@@ -135,9 +162,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
                 f"this head takes {spec.num_features} features, feature_layers names {changed.num_features}."
             )
         if changed.rope_interleaved and keys.dialect == "llama.cpp":
-            raise CheckpointError(
-                f"{stated.folder}: RoPE of heads in GGUF files turns halves, not pairs (rope_interleaved)."
-            )
+            raise CheckpointError(f"{stated.folder}: rope_interleaved is not for GGUF files, whose RoPE turns halves.")
         return changed
 
     @classmethod
@@ -147,9 +172,10 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return {"feature_layers": "which hidden states of the target it reads"}
 
 
-def flat_name(name: str) -> str:
-    """ModelOpt's name of a tensor."""
-    return name.removeprefix("markov_head.").replace("confidence_head.proj.", "confidence_proj.")
+def their_name(name: str, method: Method) -> str:
+    """The name of a tensor in the layouts of `NAMES`."""
+    pairs = NAMES.get(method, {}).items()
+    return next((theirs + name.removeprefix(start) for theirs, start in pairs if name.startswith(start)), name)
 
 
 @dataclass(frozen=True)
@@ -199,10 +225,15 @@ def _dialect(stated: HeadFacts) -> Dialect:
     architectures = config.texts("architectures")
     is_specforge = any(name.endswith("DSparkDraftModel") for name in architectures)
     projector = nested.text("projector_type", "dspark" if is_specforge else "dflash")
-    if projector not in ("dflash", "dspark"):
-        raise nested.wrong("projector_type", "dflash or dspark: other projectors are computed in another way")
-    if projector == "dspark":
-        return "modelopt" if "DFlashDraftModel" in architectures else "specforge"
+    if any(key.startswith("lilicorr_") for key in nested.values):
+        raise CheckpointError(
+            f"{config.where}: this is a LiLiCorr head, whose lattice of candidates is not computed here. Heads of "
+            "DFlash, DFlash2, DSpark, Domino and XPress are read."
+        )
+    if projector not in ("dflash", "dspark", "domino"):
+        raise nested.wrong("projector_type", "dflash, dspark or domino: other projectors are computed in another way")
+    if projector != "dflash":
+        return "modelopt" if projector == "domino" or "markov_w1.weight" in stated.names else "specforge"
     # DeepSpec names its DFlash heads as its DSpark heads, with a Markov head of rank 0.
     is_flat = "markov_rank" in config and "target_layer_ids" not in nested
     if is_flat or any("DSpark" in name for name in architectures):
@@ -218,9 +249,11 @@ def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...
         return "dspark" if _MARKOV in stated.shapes else "dflash"
     if dialect == "speculators":
         kind = config.text("speculators_model_type")
-        if kind not in ("dflash", "dspark", "dflash2"):
-            raise config.wrong("speculators_model_type", "dflash, dspark or dflash2")
+        if kind not in ("dflash", "dspark", "dflash2", "xpress"):
+            raise config.wrong("speculators_model_type", "dflash, dspark, dflash2 or xpress")
         return kind
+    if stated.nested.text("projector_type") == "domino" or _GRU in stated.shapes:
+        return "domino"
     if _SELECTOR in stated.shapes or any("selector_rank" in place for place in places):
         return "dflash2"
     return "dspark" if any(place.values.get("markov_rank") for place in places) else "dflash"
@@ -269,11 +302,11 @@ def _block(stated: HeadFacts, keys: _Keys, mask_token_id: int | None) -> dict[st
     can_be_first = (keys.dialect, keys.method) != ("llama.cpp", "dflash")
     first_slot = 0 if can_be_first and keys.flag("sample_from_anchor") else 1
     block_size = place.size("block_size", most=_MAX_BLOCK)
-    is_shifted, shift = keys.method == "dspark", keys.place("shift_label")
+    projector, shift = stated.nested.text("projector_type", keys.method), keys.place("shift_label")
+    is_shifted = projector in ("dspark", "domino")
     if shift.flag("shift_label", is_shifted) != is_shifted:
-        raise shift.wrong(
-            "shift_label", f"{is_shifted}, as heads of this kind ({keys.method}) are trained here and there".lower()
-        )
+        where = "true: slots propose the token after" if is_shifted else "false: slots propose the token at"
+        raise shift.wrong("shift_label", f"{where} their place in heads of this kind, {keys.method}")
     if block_size <= first_slot:
         raise place.wrong("block_size", "at least one slot that proposes")
     token = mask_token_of(stated.nested, config) if mask_token_id is None else mask_token_id
@@ -317,10 +350,8 @@ def _modelopt_window(stated: HeadFacts, keys: _Keys) -> int:
 
 
 def _halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves.
-
-    The same order of queries and keys changes no product of theirs, so the head computes what it did.
-    """
+    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves. As queries
+    and keys change their order alike, their products stay."""
     if rows.dim() == 0 or len(rows) % head_dim:
         return rows  # the account of keys refuses it
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
@@ -345,6 +376,8 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         if _MARKOV in shapes:
             found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
         return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})
+    if keys.method in ("domino", "xpress"):
+        return _path_part(stated, keys)
     rank, kind = keys.place("markov_rank"), keys.place("markov_head_type")
     if rank.values.get("markov_rank"):
         if kind.text("markov_head_type") not in _MARKOV_KINDS:
@@ -359,3 +392,22 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         if width % found["conv_group_size"]:
             raise keys.place(names[-1]).wrong(names[-1], f"a divisor of the head's width, {width}")
     return found
+
+
+def _path_part(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
+    """The Markov head of Domino or XPress. Its sizes are those of the tensors, which the config repeats."""
+    shapes, rank = stated.shapes, stated.shapes["markov_head.markov_w2.weight"][1]
+    if keys.method == "domino":
+        size, place = shapes[_GRU][1], keys.place("pure_draft_prefix_len")
+        num_bare, most = place.values["pure_draft_prefix_len"], keys.place("block_size").size("block_size") - 1
+        if type(num_bare) is not int or not 0 <= num_bare <= most:
+            raise place.wrong("pure_draft_prefix_len", f"an integer from 0 to {most}")
+        sizes = {"gru_hidden_dim": size, "emb_dim": rank}
+        found: dict[str, Any] = {"markov": "domino", "gru_size": size, "num_bare_slots": num_bare}
+    else:
+        size = shapes[_REFINER][0]
+        sizes = {"xpress_rank": rank, "xpress_mlp_ratio": size // rank}
+        found = {"markov": "xpress", "refiner_size": size}
+    for key, value in sizes.items():
+        check_stated_size(keys.place(key), key, value)
+    return {**found, "markov_rank": rank}

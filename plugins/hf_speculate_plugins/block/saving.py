@@ -15,7 +15,7 @@ from hf_speculate.errors import CheckpointError
 from ..checkpoints import GGUF_ARCHITECTURE, GGUF_FILE, GGUF_ROPE, speculators_section, stated_sizes, vocabulary_tensors
 from ..heads import Limit, Written
 from .head import BlockHead
-from .loading import BlockReading, flat_name
+from .loading import BlockReading, their_name
 from .spec import BlockSpec
 
 
@@ -25,6 +25,8 @@ _COMMON: tuple[Limit, ...] = (
     ("windows of different lengths", lambda spec: len({window for window in spec.windows if window}) > 1),
     ("causality that is not that of its windows", lambda spec: len(_causal_kinds(spec)) > 1),
 )
+_DOMINO: Limit = ("Domino's recurrent state", lambda spec: spec.gru_size > 0)
+_XPRESS: Limit = ("XPress's refiner", lambda spec: spec.refiner_size > 0)
 _SINKS: Limit = ("attention sinks", lambda spec: spec.attention_sinks)
 _FULL_VOCABULARY: Limit = ("a draft vocabulary of its own", lambda spec: spec.draft_vocab_size != spec.vocab_size)
 _LOGITS: Limit = (
@@ -56,6 +58,8 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     "deepspec": (
         *_COMMON,
         _SINKS,
+        _DOMINO,
+        _XPRESS,
         _FULL_VOCABULARY,
         _LOGITS,
         _SELECTOR_PART,
@@ -66,6 +70,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "modelopt": (
         *_COMMON,
+        _XPRESS,
         _FULL_VOCABULARY,
         _LOGITS,
         _SELECTOR_PART,
@@ -79,6 +84,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     "speculators": (
         *_COMMON,
         _SINKS,
+        _DOMINO,
         _LOGITS,
         ("windows counted from each slot", lambda spec: not spec.window_from_anchor and any(spec.windows)),
         (
@@ -117,9 +123,8 @@ class BlockFiles(BlockReading):
     @classmethod
     def default_layout(cls, spec: BlockSpec) -> str:
         """The layout that the head was read from, or the first that can express it."""
-        layouts = sorted(
-            ("speculators", "deepspec", "zlab", "modelopt"), key=lambda layout: layout != spec.dialect
-        )  # stable
+        layouts = ("speculators", "deepspec", "zlab", "modelopt")
+        layouts = sorted(layouts, key=lambda layout: layout != spec.dialect)  # stable
         return next((layout for layout in layouts if not cls.problems(layout, spec)), layouts[0])
 
     @classmethod
@@ -140,8 +145,8 @@ class BlockFiles(BlockReading):
                     "output matrix, and llama.cpp would take the embeddings for both."
                 )
             return GGUF_FILE, tensors, _llamacpp_config(spec, of_target)
-        if layout == "modelopt":
-            tensors = {flat_name(name): tensor for name, tensor in tensors.items()}
+        if layout == "modelopt" or spec.method == "xpress":
+            tensors = {their_name(name, spec.method): tensor for name, tensor in tensors.items()}
         if layout == "speculators":
             config = _speculators_config(spec, of_target)
         else:
@@ -205,8 +210,13 @@ def _modelopt_config(spec: BlockSpec) -> dict[str, Any]:
     if spec.attention_sinks:
         nested["attention_sink_bias"] = True
     if spec.markov is not None:
-        nested |= {"projector_type": "dspark", "shift_label": True, "use_confidence_head": spec.confidence}
+        nested |= {"projector_type": spec.method, "shift_label": True}
+    if spec.method == "dspark":
+        nested |= {"use_confidence_head": spec.confidence}
         nested |= {"markov_rank": spec.markov_rank, "markov_head_type": spec.markov}
+    if spec.method == "domino":
+        nested |= {"gru_hidden_dim": spec.gru_size, "emb_dim": spec.markov_rank}
+        nested |= {"pure_draft_prefix_len": spec.num_bare_slots}
     return {
         "architectures": ["DFlashDraftModel"],
         "block_size": spec.block_size,
@@ -255,11 +265,11 @@ def _llamacpp_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str,
 
 def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str, Any]:
     """The config of vllm-project/speculators: that of the layers nested, features as `hidden_states` indices."""
-    class_name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+    names = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2", "xpress": "XPress"}
     is_wide = spec.target_hidden_size != spec.hidden_size
-    names = of_target.get("target_name"), of_target.get("target_architectures")
+    of_verifier = of_target.get("target_name"), of_target.get("target_architectures")
     config: dict[str, Any] = {
-        "architectures": [class_name[spec.method]],
+        "architectures": [f"{names[spec.method]}DraftModel"],
         "speculators_model_type": spec.method,
         "speculators_version": "0.9.0",
         "block_size": spec.block_size,
@@ -271,7 +281,7 @@ def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[s
         "target_hidden_size": spec.target_hidden_size if is_wide else None,
         "tie_word_embeddings": False,
         "transformer_layer_config": _sizes(spec),
-        "speculators_config": speculators_section(spec.method, spec.max_depth, *names),
+        "speculators_config": speculators_section(spec.method, spec.max_depth, *of_verifier),
     }
     if spec.method == "dspark":
         config |= {
@@ -280,6 +290,8 @@ def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[s
             "enable_confidence_head": spec.confidence,
             "confidence_head_with_markov": spec.confidence_with_markov,
         }
+    if spec.method == "xpress":
+        config |= {"xpress_rank": spec.markov_rank, "xpress_mlp_ratio": spec.refiner_size // spec.markov_rank}
     if spec.method == "dflash2":
         config |= {name: getattr(spec, name) for name in _SELECTOR}
     return config

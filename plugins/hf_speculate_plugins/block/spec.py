@@ -16,8 +16,8 @@ from ..checkpoints import HeadSpec
 
 
 Dialect = Literal["zlab", "deepspec", "specforge", "modelopt", "speculators", "llama.cpp"]
-Method = Literal["dflash", "dspark", "dflash2"]
-MarkovKind = Literal["vanilla", "gated", "rnn"]
+Method = Literal["dflash", "dspark", "dflash2", "domino", "xpress"]
+MarkovKind = Literal["vanilla", "gated", "rnn", "domino", "xpress"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class BlockSpec(HeadSpec):
     Attributes:
         method: name on the Hub: "dflash" (slots know nothing of each other's tokens; JetSpec's causal heads are these,
             too), "dspark" (a Markov head adds a bias from the token before), "dflash2" (convolutions, and a selector
-            that scores pairs of candidates).
+            that scores pairs of candidates), "domino" and "xpress" (a Markov head that sees the whole path).
         attention_bias: biases in the attention projections.
         adapts_features: projection from Ht to H of every feature before they are joined (JetSpec).
         block_size: slots of a block, the anchor's included.
@@ -42,7 +42,10 @@ class BlockSpec(HeadSpec):
         rope_interleaved: the file's queries and keys have the two values of a RoPE pair next to each other (LFM2).
             Loading sorts them into halves, so the module computes ordinary RoPE.
         markov: kind of the Markov head, None without one.
-        markov_rank: r, width of its codes.
+        markov_rank: r, width of its codes, and of the inputs of its output matrix.
+        gru_size: width of Domino's recurrent state, 0 without.
+        num_bare_slots: slots at the start of a block that Domino leaves alone.
+        refiner_size: width of the feed-forward part of XPress, 0 without.
         confidence: the head gives the confidence of each slot.
         confidence_with_markov: the confidence head sees the Markov code of the token before, too.
         conv_kernel_size, conv_group_size: sizes of the convolutions over slots, 0 without.
@@ -68,6 +71,9 @@ class BlockSpec(HeadSpec):
     rope_interleaved: bool = False
     markov: MarkovKind | None = None
     markov_rank: int = 0
+    gru_size: int = 0
+    num_bare_slots: int = 0
+    refiner_size: int = 0
     confidence: bool = False
     confidence_with_markov: bool = False
     conv_kernel_size: int = 0
@@ -95,6 +101,11 @@ class BlockSpec(HeadSpec):
     def scores_pairs(self) -> bool:
         """Whether a slot's scores depend on the token before it."""
         return self.markov is not None or self.selector_rank > 0
+
+    @property
+    def reads_before_anchor(self) -> bool:
+        """Whether scores depend on the token before the anchor: XPress refines the anchor's slot with it."""
+        return self.markov == "xpress" and self.first_slot == 1
 
     @property
     def max_depth(self) -> int:

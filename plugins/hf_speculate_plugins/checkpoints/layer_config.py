@@ -20,7 +20,7 @@ _NESTED = "transformer_layer_config"
 # vLLM takes the oldest one for configs that name no version.
 _NESTED_TYPES = {
     **dict.fromkeys(("eagle", "eagle3", "peagle"), (("0", "llama"), ("0.7.0", "qwen3"))),
-    **dict.fromkeys(("dflash", "dspark", "dflash2"), (("0", "qwen3"),)),
+    **dict.fromkeys(("dflash", "dspark", "dflash2", "xpress"), (("0", "qwen3"),)),
 }
 
 

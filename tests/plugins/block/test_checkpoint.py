@@ -31,6 +31,8 @@ LAYOUTS = {
     "reduced": ["speculators"],
     "sinks": ["modelopt"],
     "modelopt": ["modelopt"],
+    "domino": ["modelopt"],
+    "xpress": ["speculators"],
     "dflash2": ["zlab"],
 }
 CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
@@ -192,7 +194,7 @@ def test_conventions_override_the_file(tmp_path):
         (lambda c: c.update(block_size=1), "at least one slot that proposes"),
         (lambda c: c.update(block_size=10**9), "block_size"),
         (lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 2]), "fc.weight takes 64 inputs, no multiple"),
-        (lambda c: c["dflash_config"].update(projector_type="domino"), "projector_type"),
+        (lambda c: c["dflash_config"].update(projector_type="other"), "projector_type"),
         (lambda c: c["dflash_config"].update(attention_sink_bias=True), "attention_sink_bias"),
         (lambda c: c.update(rope_parameters={"rope_type": "none", "rope_theta": 1e4}), "makes no one-pass head"),
         (lambda c: c.update(hidden_size=64), "hidden_size in config.json is 64, that of the weights 32"),

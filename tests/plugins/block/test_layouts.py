@@ -7,10 +7,13 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.block import BlockDrafter
 from hf_speculate_plugins.heads.head import with_sink
+from hf_speculate_tools.check import check_head
 
 from ...support.block_heads import random_block
 from ...support.heads import target
@@ -113,11 +116,12 @@ def test_names_of_dspark_flat_and_nested(tmp_path, nested):
     folder = written(tmp_path, "rnn", "modelopt")
     tensors = load_file(folder / "model.safetensors")
     assert {"markov_w1.weight", "markov_w2.weight", "joint_proj.weight", "joint_proj.bias"} <= tensors.keys()
-    if nested:
+    if nested:  # then only the place of the other keys is ModelOpt's
         tensors = {f"markov_head.{k}" if k.startswith(("markov", "joint")) else k: v for k, v in tensors.items()}
         save_file(tensors, folder / "model.safetensors")
     spec = BlockDrafter.from_folder(str(folder), target()).spec
-    assert spec == dataclasses.replace(random_block("rnn", target()).spec, dialect="modelopt")
+    dialect = "specforge" if nested else "modelopt"
+    assert spec == dataclasses.replace(random_block("rnn", target()).spec, dialect=dialect)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +160,44 @@ def test_windows_of_modelopt_need_full_attention_in_layer_types(tmp_path):
     sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
     with pytest.raises(CheckpointError, match=r"use_swa in config\.json is True, expected false where layer_types"):
         BlockDrafter.from_folder(edited(tmp_path / "head", lambda config: config.update(sliding)), target())
+
+
+def test_domino_and_xpress_repeat_sizes_in_their_configs(tmp_path):
+    folder = written(tmp_path, "domino", "modelopt")
+    assert {"prefix_gru.weight_ih_l0", "embed_proj.2.weight"} <= load_file(folder / "model.safetensors").keys()
+    for change, message in (
+        ({"gru_hidden_dim": 7}, r"gru_hidden_dim in config\.json is 7, that of the weights 6"),
+        ({"emb_dim": 7, "gru_hidden_dim": 6}, r"emb_dim in config\.json is 7, that of the weights 4"),
+        ({"pure_draft_prefix_len": 5, "emb_dim": 4}, r"pure_draft_prefix_len in config\.json is 5, expected .* 0 to 4"),
+        ({"pure_draft_prefix_len": 1, "shift_label": False}, r"shift_label in config\.json is False, expected true"),
+    ):
+        edited(folder, lambda config, change=change: config["dflash_config"].update(change))
+        with pytest.raises(CheckpointError, match=message):
+            BlockDrafter.from_folder(str(folder), target())
+    folder = written(tmp_path / "second", "xpress", "speculators")
+    assert {"refiner_head.mix_l", "refiner_head.readout.weight"} <= load_file(folder / "model.safetensors").keys()
+    with pytest.raises(CheckpointError, match=r"xpress_mlp_ratio in config\.json is 4, that of the weights 2"):
+        BlockDrafter.from_folder(edited(folder, lambda config: config.update(xpress_mlp_ratio=4)), target())
+
+
+def test_lilicorr_is_refused_by_name(tmp_path):
+    folder = written(tmp_path, "dflash", "zlab", lambda t: t.update({"lilicorr.in_head.bias": torch.zeros(8)}))
+    edited(folder, lambda config: config["dflash_config"].update(lilicorr_candidate_topk=4))
+    with pytest.raises(
+        CheckpointError, match=r"this is a LiLiCorr head, whose .* is not computed here\. Heads of DFlash,"
+    ):
+        BlockDrafter.from_folder(str(folder), target())
+
+
+def test_a_head_in_its_targets_own_folder(tmp_path):
+    """SGLang keeps a target's head in `dspark/`. It is a head for that target only: a draft model for others."""
+    target().save_pretrained(tmp_path / "target")
+    random_block("dspark", target()).save_pretrained(tmp_path / "target" / "dspark")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    found = AutoSpeculator.from_pretrained(tmp_path / "target", target=model).drafter
+    assert isinstance(found, BlockDrafter)
+    assert found.spec == random_block("dspark", model).spec
+    other = AutoSpeculator.from_pretrained(tmp_path / "target", target=target(depth=9)).drafter
+    assert other.name == "draft_model"
+    check = check_head(tmp_path / "target", model, [torch.tensor([5, 9, 11, 3])], depth=2, max_new_tokens=12)
+    assert check.drafter == "block"

@@ -198,7 +198,7 @@ class TestLearning:
 
     def test_heads_with_attention_sinks_are_refused(self, tmp_path):
         random_block("modelopt", target(torch.float32)).save_pretrained(tmp_path / "head")
-        with pytest.raises(RecipeError, match="this head has attention sinks, which are not trained here"):
+        with pytest.raises(RecipeError, match="this dspark head has a part that is not trained here: attention sinks"):
             warm_block(tmp_path / "head", target(torch.float32))
 
     @pytest.mark.parametrize("truncated", [False, True])
