@@ -1,4 +1,4 @@
-"""The `block` drafter: DFlash, DSpark, DFlash2 and JetSpec heads in all their layouts, and their sessions."""
+"""The `block` drafter: one-pass heads in all their layouts, and their sessions."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class BlockSession(HeadSession[BlockHead]):
 class BlockDrafter(HeadDrafter[BlockHead]):
     """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`.
 
-    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec" or "speculators" ("vllm"); by default in the layout
-    that they were read from, or the first that can express them.
+    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec", "modelopt" or "speculators" ("vllm"); by default in
+    the layout that they were read from, or the first that can express them.
     """
 
     name = "block"

@@ -107,6 +107,14 @@ def _mask(
     return additive(whole, dtype)[:, None]
 
 
+def halves_of_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves. As queries
+    and keys change their order alike, their products stay."""
+    if rows.dim() == 0 or len(rows) % head_dim:
+        return rows  # the account of keys refuses it
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 class BlockAttention(Attention):
     """Attention whose keys and values come from the context or from the block."""
 

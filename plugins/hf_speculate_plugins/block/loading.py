@@ -27,7 +27,7 @@ from ..checkpoints import (
     windows_of,
 )
 from ..heads import HeadFiles
-from .head import BlockHead
+from .head import BlockHead, halves_of_pairs
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
 
@@ -37,6 +37,7 @@ _MARKOV, _SELECTOR = "markov_head.markov_w1.weight", "candidate_selector.hidden_
 _SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
 # Tensors of relatives whose forward pass is another, such as P-EAGLE.
 _OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|midlayer\.|causal_refiner)")
+_GRU, _REFINER = "markov_head.gru_state.weight", "markov_head.refiner.mlp_gate.weight"
 # Beginnings of names in other layouts -> ours (DeepSpec's), by method; the first that fits counts.
 NAMES: Mapping[Method, Mapping[str, str]] = {
     "dspark": {
@@ -44,8 +45,7 @@ NAMES: Mapping[Method, Mapping[str, str]] = {
         "confidence_proj.": "confidence_head.proj.",
     },
     "domino": {
-        **{"prefix_gru.weight_ih_l0": "markov_head.gru_input.weight"},
-        **{"prefix_gru.weight_hh_l0": "markov_head.gru_state.weight"},
+        **{"prefix_gru.weight_ih_l0": "markov_head.gru_input.weight", "prefix_gru.weight_hh_l0": _GRU},
         **{"embed_proj.0.": "markov_head.joint_proj.", "embed_proj.2.": "markov_head.markov_w2."},
     },
     "xpress": {
@@ -54,7 +54,6 @@ NAMES: Mapping[Method, Mapping[str, str]] = {
     },
 }
 _STARTS = [pair for names in NAMES.values() for pair in names.items()]
-_GRU, _REFINER = "markov_head.gru_state.weight", "markov_head.refiner.mlp_gate.weight"
 _SINK, _NEOX = "layers.0.self_attn.attention_sink_bias", "rope_is_neox_style"
 _ROTATED = re.compile(r"^layers\.\d+\.self_attn\.[qk]_(proj|norm)\.")
 # Fields of `BlockSpec` that conventions replace.
@@ -121,19 +120,16 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
 
     @classmethod
-    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def canonical(cls, tensors: Mapping[str, Tensor], spec: BlockSpec | None = None) -> dict[str, Tensor]:
         def renamed(name: str) -> str:
             ours = next((to + name.removeprefix(start) for start, to in _STARTS if name.startswith(start)), name)
             return name if ours in tensors else ours  # under both names: neither may get lost in silence
 
-        return {renamed(name): tensor for name, tensor in tensors.items()}
-
-    @classmethod
-    def arranged(cls, tensors: dict[str, Tensor], spec: BlockSpec) -> dict[str, Tensor]:
-        if spec.rope_interleaved:
-            rotated = {name: tensor for name, tensor in tensors.items() if _ROTATED.match(name)}
-            tensors |= {name: _halves(rows, spec.head_dim) for name, rows in rotated.items()}
-        return tensors
+        found = {renamed(name): tensor for name, tensor in tensors.items()}
+        if spec is not None and spec.rope_interleaved:
+            rotated = {name: tensor for name, tensor in found.items() if _ROTATED.match(name)}
+            found |= {name: halves_of_pairs(rows, spec.head_dim) for name, rows in rotated.items()}
+        return found
 
     @classmethod
     def spec_of(cls, stated: HeadFacts, conventions: BlockConventions) -> BlockSpec:
@@ -339,22 +335,13 @@ def _visibility(stated: HeadFacts, keys: _Keys, num_layers: int) -> dict[str, An
 def _modelopt_window(stated: HeadFacts, keys: _Keys) -> int:
     """Window of all layers, whose types stay those of full attention. Slots see their whole block, so windows shorter
     than a block, which ModelOpt refuses too, would have another meaning than z-lab's."""
-    place, block_size = keys.place("swa_window_size"), keys.place("block_size").size("block_size", most=_MAX_BLOCK)
+    place = keys.place("swa_window_size").with_defaults({"swa_window_size": stated.config.values.get("sliding_window")})
+    block_size = keys.place("block_size").size("block_size")
     if keys.dialect == "speculators" or "sliding_attention" in stated.layers.texts("layer_types"):
         raise keys.place("use_swa").wrong("use_swa", "false where layer_types gives the windows")
-    if "swa_window_size" not in place:
-        place = place.with_defaults({"swa_window_size": stated.config.size("sliding_window")})
     if (window := place.size("swa_window_size", most=1 << 40)) < block_size:
         raise place.wrong("swa_window_size", f"at least the block's {block_size}")
     return window
-
-
-def _halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves. As queries
-    and keys change their order alike, their products stay."""
-    if rows.dim() == 0 or len(rows) % head_dim:
-        return rows  # the account of keys refuses it
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _logits(keys: _Keys) -> dict[str, Any]:

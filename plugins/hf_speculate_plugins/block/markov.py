@@ -55,7 +55,7 @@ class MarkovHead(nn.Module):
         Args:
             states: the slots' states; for "xpress" those of `Refiner.features`.
             codes: codes of the tokens before them; for "domino" the embeddings of these tokens.
-            carried: what the slots before them have handed on; None at the first slot.
+            carried: values that the slots before them have handed on; None at the first slot.
             slot: place of the slots in their block.
         """
         if self.kind == "gated":
@@ -116,7 +116,7 @@ class Refiner(nn.Module):
         self.mlp_down = nn.Linear(width, rank, bias=False)
 
     def features(self, slots: Float[Tensor, "B S H"]) -> Float[Tensor, "B S F"]:
-        """What the refiner sees of a whole block: F = 2 r values for each slot."""
+        """The refiner's view of a whole block: F = 2 r values for each slot."""
         mean = slots.mean(dim=1, keepdim=True).expand_as(slots)
         return torch.cat([self.down_h(slots), self.down_g(mean)], dim=-1)
 

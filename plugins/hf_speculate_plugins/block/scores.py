@@ -125,7 +125,7 @@ class BlockScores:
         the path (`MarkovHead.inputs`).
 
         Args:
-            carried: what the tokens before them have handed on; None at the first slot, and for heads without that.
+            carried: values that the tokens before them have handed on; None at the first slot, or without any.
         """
         inputs, carried = self._inputs(depth, token_ids, carried)
         scores = self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT

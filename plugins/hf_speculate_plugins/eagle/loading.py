@@ -95,7 +95,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         return eagle_version(shapes) is not None
 
     @classmethod
-    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def canonical(cls, tensors: Mapping[str, Tensor], spec: EagleSpec | None = None) -> dict[str, Tensor]:
         renamed = {canonical_name(name): tensor for name, tensor in tensors.items()}
         if _MASK in renamed:  # some have one dimension less
             renamed[_MASK] = renamed[_MASK].reshape(1, 1, -1)

@@ -126,14 +126,9 @@ class HeadFiles(Generic[Spec, Head]):
         raise NotImplementedError
 
     @classmethod
-    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a file under the names that the module gives them."""
+    def canonical(cls, tensors: Mapping[str, Tensor], spec: Spec | None = None) -> dict[str, Tensor]:
+        """The tensors of a file under the module's names; with a spec, also with their values in the module's order."""
         return dict(tensors)
-
-    @classmethod
-    def arranged(cls, tensors: dict[str, Tensor], spec: Spec) -> dict[str, Tensor]:
-        """The tensors, named, with their values in the order that the module has."""
-        return tensors
 
     @classmethod
     def ignore_leftovers(cls, opened: OpenedHead[Spec]) -> None:
@@ -171,7 +166,7 @@ class HeadFiles(Generic[Spec, Head]):
         if target is not None:
             cls.check_fits(spec, target)
             check_stated_target(folder, checkpoint.config, target)
-        checkpoint = dataclasses.replace(checkpoint, tensors=cls.arranged(cls.canonical(checkpoint.tensors), spec))
+        checkpoint = dataclasses.replace(checkpoint, tensors=cls.canonical(checkpoint.tensors, spec))
         keys = KeyAccount(checkpoint, f"{spec.kind}, {spec.dialect}")
         return OpenedHead(spec, checkpoint, keys, draft_vocabulary(spec, checkpoint, keys))
 
