@@ -14,6 +14,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.block import BlockDrafter
 from hf_speculate_plugins.heads.head import with_sink
 from hf_speculate_tools.check import check_head
+from hf_speculate_tools.check.conventions import alternatives
 
 from ...support.block_heads import random_block
 from ...support.heads import target
@@ -63,6 +64,7 @@ def test_rope_of_neighbouring_values(tmp_path):
     edited(folder, lambda config: config.update(rope_is_neox_style=False))
     drafter = BlockDrafter.from_folder(str(folder), target())
     assert drafter.spec.rope_interleaved
+    assert {"rope_interleaved": False} in [each.options for each in alternatives(drafter, target(), {})]
     attention, inputs = drafter.head.layers[0].self_attn, torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
     seen = []
     rotary = drafter.head.rotary(inputs[None], torch.arange(5)[None])
@@ -201,3 +203,36 @@ def test_a_head_in_its_targets_own_folder(tmp_path):
     assert other.name == "draft_model"
     check = check_head(tmp_path / "target", model, [torch.tensor([5, 9, 11, 3])], depth=2, max_new_tokens=12)
     assert check.drafter == "block"
+
+
+def carried_inputs(head, seen, codes):
+    """What a Markov head makes of the slots [1, S, F] after tokens of these codes, one slot after the other."""
+    found, carried = [], None
+    for slot in range(seen.shape[1]):
+        inputs, carried = head.markov_head.inputs(seen[:, slot, None], codes[:, slot, None], carried, slot)
+        found.append(inputs)
+    return torch.cat(found, dim=1)
+
+
+def test_domino_is_torchs_gru_over_the_embeddings_of_the_path():
+    head = random_block("domino", target()).head
+    markov, generator = head.markov_head, torch.Generator().manual_seed(4)
+    states, path = torch.randn(1, 5, 32, generator=generator), torch.tensor([[7, 3, 9, 9, 40]])
+    gru = torch.nn.GRU(32, 6, bias=False, batch_first=True)
+    gru.load_state_dict({"weight_ih_l0": markov.gru_input.weight, "weight_hh_l0": markov.gru_state.weight})
+    prefix, _ = gru(head.embed(path))
+    expected = torch.nn.functional.silu(torch.cat([states, prefix], dim=-1) @ markov.joint_proj.weight.T)
+    expected[:, :1] = 0  # the first slot is left alone
+    torch.testing.assert_close(carried_inputs(head, states, head.codes(path)), expected)
+
+
+def test_xpress_mixes_the_slots_of_a_block_causally():
+    head = random_block("xpress", target()).head
+    refiner, slots = head.markov_head.refiner, torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(4))
+    codes = head.codes(torch.tensor([[2, 7, 3, 9, 40]]))
+    mean = slots.mean(1, keepdim=True) @ refiner.down_g.weight.T
+    own = torch.cat([slots @ refiner.down_h.weight.T, mean.expand(-1, 5, -1), codes], dim=-1) @ refiner.in_proj.weight.T
+    mixed = own + torch.einsum("rkj,njr->nkr", refiner.mix_l.tril(), own)
+    gated = torch.nn.functional.silu(mixed @ refiner.mlp_gate.weight.T) * (mixed @ refiner.mlp_up.weight.T)
+    expected = mixed + gated @ refiner.mlp_down.weight.T
+    torch.testing.assert_close(carried_inputs(head, refiner.features(slots), codes), expected)
