@@ -206,7 +206,7 @@ def test_a_head_in_its_targets_own_folder(tmp_path):
 
 
 def carried_inputs(head, seen, codes):
-    """What a Markov head makes of the slots [1, S, F] after tokens of these codes, one slot after the other."""
+    """Inputs [1, S, r] that a Markov head makes of the slots [1, S, F], each after a token of these codes [1, S, c]."""
     found, carried = [], None
     for slot in range(seen.shape[1]):
         inputs, carried = head.markov_head.inputs(seen[:, slot, None], codes[:, slot, None], carried, slot)
