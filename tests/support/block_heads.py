@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import torch
@@ -50,6 +51,15 @@ KINDS = {
         **{"embedding_scale": 1.5, "output_multiplier": 0.5, "softcap": 20.0},
     },
 }
+
+
+def edited(folder, change):
+    """The folder with another config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return str(folder)
 
 
 def spec_of(kind, **changes) -> BlockSpec:

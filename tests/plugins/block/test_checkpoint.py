@@ -15,7 +15,7 @@ from hf_speculate_plugins.block import BlockDrafter, BlockFiles, write_head
 from hf_speculate_plugins.checkpoints import TargetFiles
 from hf_speculate_plugins.eagle import EagleDrafter
 
-from ...support.block_heads import KINDS, random_block, spec_of
+from ...support.block_heads import KINDS, edited, random_block, spec_of
 from ...support.heads import target
 
 
@@ -36,15 +36,6 @@ LAYOUTS = {
     "dflash2": ["zlab"],
 }
 CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
-
-
-def edited(folder, change):
-    """The folder with another config.json."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config)
-    path.write_text(json.dumps(config))
-    return str(folder)
 
 
 def test_every_kind_has_its_own_layout_by_default():

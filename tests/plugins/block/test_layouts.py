@@ -16,9 +16,8 @@ from hf_speculate_plugins.heads.head import with_sink
 from hf_speculate_tools.check import check_head
 from hf_speculate_tools.check.conventions import alternatives
 
-from ...support.block_heads import random_block
+from ...support.block_heads import edited, random_block
 from ...support.heads import target
-from .test_checkpoint import edited
 
 
 def written(tmp_path, kind, layout, change=None):
