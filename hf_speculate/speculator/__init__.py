@@ -24,6 +24,7 @@ from .registry import load_installed as load_installed
 from .registry import unknown_name_message as unknown_name_message
 from .repositories import WEIGHTS as WEIGHTS
 from .repositories import drafter_class_for as drafter_class_for
+from .repositories import head_folder as head_folder
 from .repositories import local_folder as local_folder
 from .speculator import AutoSpeculator as AutoSpeculator
 from .speculator import Speculator as Speculator

@@ -78,6 +78,13 @@ def local_folder(
     return os.path.join(path, subfolder) if subfolder else path
 
 
+def head_folder(source: str | os.PathLike, folder: str, target: Any) -> str:
+    """`folder`; where it is the target's own, its subfolder `dspark`, where SGLang looks for a target's head."""
+    own, inside = getattr(target.config, "_name_or_path", None) or "", os.path.join(folder, "dspark")
+    is_own = user_path(source) == own or os.path.realpath(folder) == os.path.realpath(own)
+    return inside if own and is_own and os.path.isfile(os.path.join(inside, "config.json")) else folder
+
+
 def drafter_class_for(folder: str):
     """The installed drafter that recognises the checkpoint in `folder`; raises `CheckpointError` if none does."""
     names = []

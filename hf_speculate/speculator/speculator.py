@@ -29,7 +29,7 @@ from .registry import (
     load_drafter,
     union_drafter,
 )
-from .repositories import drafter_class_for, local_folder
+from .repositories import drafter_class_for, head_folder, local_folder
 
 
 logger = get_logger(__name__)
@@ -265,7 +265,8 @@ class AutoSpeculator:
         """A speculator from the folder or Hub repository of a head or draft model. The layout is recognised.
 
         Args:
-            name_or_path: folder, Hub id, or GGUF file of a draft head. Several of these, or names of drafters, joined
+            name_or_path: folder, Hub id, or GGUF file of a draft head; or the target's own, if it has a head in its
+                subfolder `dspark`. Several of these, or names of drafters, joined
                 with "+", draft together. Options may follow, as in `generate(speculator=)`, and win over `options`.
             target: model to draft for.
             revision, token, cache_dir, local_files_only, subfolder: options of the download, with `huggingface_hub`'s
@@ -293,6 +294,7 @@ class AutoSpeculator:
             local_files_only=local_files_only,
             subfolder=subfolder,
         )
+        folder = head_folder(spec.source, folder, target)
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
         drafter.check_target(target)
         drafter.calibration = CalibrationTable.load(folder)

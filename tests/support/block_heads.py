@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import torch
@@ -28,12 +29,37 @@ KINDS = {
         **{"dialect": "speculators", "method": "dspark", "first_slot": 0, "markov": "vanilla", "markov_rank": 4},
         **{"draft_vocab_size": 40, "window_from_anchor": True},
     },
+    "sinks": {
+        **{"dialect": "modelopt", "method": "dflash", "first_slot": 1, "causal": (True, True)},
+        **{"windows": (7, 7), "attention_sinks": True},
+    },
+    "modelopt": {
+        **{"dialect": "modelopt", "method": "dspark", "first_slot": 0, "markov": "rnn", "markov_rank": 4},
+        **{"confidence": True, "confidence_with_markov": True, "windows": (6, 6), "attention_sinks": True},
+    },
+    "domino": {
+        **{"dialect": "modelopt", "method": "domino", "first_slot": 0, "markov": "domino", "markov_rank": 4},
+        **{"gru_size": 6, "num_bare_slots": 1},
+    },
+    "xpress": {
+        **{"dialect": "speculators", "method": "xpress", "first_slot": 1, "markov": "xpress", "markov_rank": 4},
+        **{"refiner_size": 8, "window_from_anchor": True},
+    },
     "dflash2": {
         **{"dialect": "zlab", "method": "dflash2", "first_slot": 1, "windows": (6, 6)},
         **{"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8},
         **{"embedding_scale": 1.5, "output_multiplier": 0.5, "softcap": 20.0},
     },
 }
+
+
+def edited(folder, change):
+    """The folder with another config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return str(folder)
 
 
 def spec_of(kind, **changes) -> BlockSpec:

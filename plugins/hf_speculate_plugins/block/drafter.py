@@ -1,4 +1,4 @@
-"""The `block` drafter: DFlash, DSpark, DFlash2 and JetSpec heads in all their layouts, and their sessions."""
+"""The `block` drafter: one-pass heads in all their layouts, and their sessions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.models import GenerativeModel
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
@@ -27,10 +28,13 @@ class BlockSession(HeadSession[BlockHead]):
     """
 
     _steps: PlainSteps | CompiledSteps | None
+    _last: Tensor | None = None  # int64 [B, 2], the root of every row and the token before it, this one first
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
         head, steps = self._loaded.head, self._steps
+        if head.spec.reads_before_anchor:
+            self._last = self._last_two(tokens, lengths)
         states = [features[layer] for layer in head.spec.feature_layers]
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
@@ -53,11 +57,21 @@ class BlockSession(HeadSession[BlockHead]):
         if not depth:
             return DraftTree.root_only(state.root_ids)
         try:
-            tree = steps.tree(state, depth)
+            tree = steps.tree(state, depth, None if self._last is None else self._last[:, 0])
         finally:
             reading.drop()
         # On a device, nodes that are impossible stay: the host would have to wait to see which.
         return trimmed(tree, state.active) if tree.token_ids.device.type == "cpu" else tree
+
+    def _last_two(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """`_last` after rows were told of `lengths` more tokens each."""
+        last = self._last
+        if last is None:  # of a prompt: only the token before its first feature is not among them
+            count = tokens.shape[1]
+            text = torch.cat([tokens[:, :1], self._request.input_ids.to(tokens.device)], dim=1)
+            last = text[:, max(-count, -text.shape[1]), None].expand(-1, 2)
+        ends = to_device(lengths, tokens.device)[:, None] + torch.arange(2, device=tokens.device)
+        return torch.cat([last, tokens], dim=1).gather(1, ends)
 
     def _left(self, reading: Reading) -> Reading:
         if self._steps is not None:
@@ -68,8 +82,8 @@ class BlockSession(HeadSession[BlockHead]):
 class BlockDrafter(HeadDrafter[BlockHead]):
     """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`.
 
-    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec" or "speculators" ("vllm"); by default in the layout
-    that they were read from, or the first that can express them.
+    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec", "modelopt" or "speculators" ("vllm"); by default in
+    the layout that they were read from, or the first that can express them.
     """
 
     name = "block"

@@ -18,68 +18,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import rotate_half
 
 from hf_speculate.drafting import finite
 from hf_speculate.tree import additive
 
-from ..heads import MLP, Attend, Attention, SharingHead, known_rows, rotary_embedding
+from ..heads import MLP, Attend, Attention, CachedAttention, SharingHead, known_rows, rotary_embedding
+from .markov import MarkovHead
 from .spec import BlockSpec
 
 
 Append = Callable[[int, Tensor, Tensor], Any]
 """append(layer, keys [B, kv_heads, J, d], values [B, kv_heads, J, d]): takes J context entries of a layer."""
-
-
-class MarkovHead(nn.Module):
-    """A bias of low rank on a slot's logits, from the token before it.
-
-    Source: deepseek-ai/DeepSpec, `markov_head.py`. "vanilla": `w2(w1[token])`; "gated": the code is weighed by a gate
-    that sees the slot's state; "rnn": a recurrent state runs along the path.
-    """
-
-    def __init__(self, spec: BlockSpec):
-        super().__init__()
-        rank = spec.markov_rank
-        self.kind = spec.markov
-        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.draft_vocab_size, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(spec.hidden_size + rank, rank)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + spec.hidden_size, 3 * rank)
-
-    def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
-        return known_rows(self.markov_w1.weight, previous)
-
-    def inputs(
-        self, states: Float[Tensor, "*N H"], codes: Float[Tensor, "*N r"], carried: Float[Tensor, "*N r"] | None = None
-    ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N r"] | None]:
-        """Inputs of `markov_w2`, and the recurrent state after these slots.
-
-        Args:
-            carried: recurrent state before them; only "rnn" has one, None: at the first slot.
-        """
-        if self.kind == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([states, codes], dim=-1))) * codes, carried
-        if self.kind == "rnn":
-            carried = torch.zeros_like(codes) if carried is None else carried
-            gate, new, out = self.joint_proj(torch.cat([carried, codes, states], dim=-1)).chunk(3, dim=-1)
-            gate = torch.sigmoid(gate)
-            carried = gate * carried + (1 - gate) * torch.tanh(new)
-            return torch.tanh(out), carried
-        return codes, carried
-
-    def bias(self, inputs: Float[Tensor, "... r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
-        """The bias after the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r],
-        [*N, P, M]."""
-        if columns is None:
-            return self.markov_w2(inputs)
-        return inputs @ self.rows(columns).mT
-
-    def rows(self, columns: Int[Tensor, "*N M"]) -> Float[Tensor, "*N M r"]:
-        """The rows of the output matrix that `bias` multiplies with."""
-        return functional.embedding(columns, self.markov_w2.weight)
 
 
 class CandidateSelector(nn.Module):
@@ -156,11 +107,21 @@ def _mask(
     return additive(whole, dtype)[:, None]
 
 
+def halves_of_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves. As queries
+    and keys change their order alike, their products stay."""
+    if rows.dim() == 0 or len(rows) % head_dim:
+        return rows  # the account of keys refuses it
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 class BlockAttention(Attention):
     """Attention whose keys and values come from the context or from the block."""
 
     def __init__(self, spec: BlockSpec, layer: int):
         super().__init__(spec, layer, spec.hidden_size, spec.attention_bias, spec.attention_bias)
+        if spec.attention_sinks:
+            self.attention_sink_bias = nn.Parameter(torch.empty(spec.num_heads))
 
     def keys_values(self, inputs: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of context entries [B, kv_heads, J, d]; keys after norm and RoPE."""
@@ -293,6 +254,12 @@ class BlockHead(SharingHead[BlockSpec]):
         ids[:, 0] = anchors
         return ids
 
+    def attention(self, cache: Cache, masks: Sequence[Tensor | None]) -> CachedAttention:
+        """The `attend` of a block over the context in `cache`; for the arguments see `CachedAttention`."""
+        layers: Any = self.layers
+        sinks = [layer.self_attn.attention_sink_bias for layer in layers] if self.spec.attention_sinks else None
+        return CachedAttention(cache, masks, sinks=sinks)
+
     def forward(
         self, token_ids: Int[Tensor, "B S"], position_ids: Int[Tensor, "B S"], attend: Attend
     ) -> Float[Tensor, "B S H"]:
@@ -310,6 +277,10 @@ class BlockHead(SharingHead[BlockSpec]):
         for layer in self.layers:
             states = layer(states, rotary, attend)
         return self.norm(states)
+
+    def codes(self, previous: Int[Tensor, "*N"]) -> Float[Tensor, "*N c"]:
+        """The codes of tokens for the Markov head, see `MarkovHead.inputs`."""
+        return self.embed(previous) if self.spec.markov == "domino" else self.markov_head.codes(previous)
 
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
         """Logits of the slots by themselves, without the part of a Markov head or a selector."""

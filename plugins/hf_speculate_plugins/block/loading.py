@@ -1,8 +1,9 @@
 """Checkpoints of one-pass heads in every published layout, read: tensors first, config second.
 
 Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge,
-vllm-project/speculators and llama.cpp. They share the tensors' names and differ in the config: where it lies, how
-layers of the target are counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
+NVIDIA/Model-Optimizer, vllm-project/speculators and llama.cpp, and SGLang's reader of LFM2.5's DSpark heads. They share
+most names of tensors and differ in the config: where it lies, how layers of the target are counted, which slots
+propose, what sees what. All of that ends here, in one `BlockSpec`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hf_speculate.errors import CheckpointError
 
-from ..checkpoints import GGUF_ARCHITECTURE, ConfigValues, HeadFacts, Shapes, mask_token_of, windows_of
+from ..checkpoints import (
+    GGUF_ARCHITECTURE,
+    ConfigValues,
+    HeadFacts,
+    Shapes,
+    check_stated_size,
+    mask_token_of,
+    windows_of,
+)
 from ..heads import HeadFiles
-from .head import BlockHead
+from .head import BlockHead, halves_of_pairs
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
 
@@ -24,21 +35,43 @@ _MAX_FEATURES, _MAX_BLOCK = 256, 512
 _SIGNS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.0.input_layernorm.weight")
 _MARKOV, _SELECTOR = "markov_head.markov_w1.weight", "candidate_selector.hidden_projection.weight"
 _SIZED = ("t2d", "embed_tokens.weight", _MARKOV)
-# Tensors of relatives whose forward pass is another: P-EAGLE, Domino, XPress.
-_OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|prefix_gru\.|midlayer\.|causal_refiner)")
-_MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
+# Tensors of relatives whose forward pass is another, such as P-EAGLE.
+_OTHER_FAMILIES = re.compile(r"^(mask_hidden|logit_head\.|midlayer\.|causal_refiner)")
+_GRU, _REFINER = "markov_head.gru_state.weight", "markov_head.refiner.mlp_gate.weight"
+# Beginnings of names in other layouts -> ours (DeepSpec's), by method; the first that fits counts.
+NAMES: Mapping[Method, Mapping[str, str]] = {
+    "dspark": {
+        **{f"{part}.": f"markov_head.{part}." for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")},
+        "confidence_proj.": "confidence_head.proj.",
+    },
+    "domino": {
+        **{"prefix_gru.weight_ih_l0": "markov_head.gru_input.weight", "prefix_gru.weight_hh_l0": _GRU},
+        **{"embed_proj.0.": "markov_head.joint_proj.", "embed_proj.2.": "markov_head.markov_w2."},
+    },
+    "xpress": {
+        **{"refiner_head.token_embed.": "markov_head.markov_w1.", "refiner_head.readout.": "markov_head.markov_w2."},
+        "refiner_head.": "markov_head.refiner.",
+    },
+}
+_STARTS = [pair for names in NAMES.values() for pair in names.items()]
+_SINK, _NEOX = "layers.0.self_attn.attention_sink_bias", "rope_is_neox_style"
+_ROTATED = re.compile(r"^layers\.\d+\.self_attn\.[qk]_(proj|norm)\.")
+# Fields of `BlockSpec` that conventions replace.
+_OVERRIDES = ("feature_layers", "mask_token_id", "first_slot", "rope_interleaved")
+_MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")  # those that DSpark's configs name
 
 # Meanings of absent keys in configs, by layout and method. Each is that of the code that writes a layout, or of its
 # first reader: speculators 0.5 to 0.9 (the fields of its config classes, alike in all versions that have them), z-lab's
-# dflash 0.1.0 and NeMo Automodel's reader of DFlash2, SpecForge 0.2.0, DeepSpec with vLLM, llama.cpp b11549. Keys that
-# a layout must have are not listed, nor those that the tensors decide. None: the key has a meaning only where it is
-# stated.
+# dflash 0.1.0 and NeMo Automodel's reader of DFlash2, SpecForge 0.2.0, ModelOpt 0.47.0, DeepSpec with vLLM, llama.cpp
+# b11549. Keys that a layout must have are not listed, nor those that the tensors decide. None: the key has a meaning
+# only where it is stated.
 Defaults = Mapping[str, Any]
 
-_NO_MARKOV: Defaults = {"markov_rank": 0, "markov_head_type": "vanilla", "confidence_head_with_markov": False}
+_VANILLA: Defaults = {"markov_head_type": "vanilla"}
+_NO_MARKOV: Defaults = {**_VANILLA, "markov_rank": 0, "confidence_head_with_markov": False}
 _OF_SELECTOR: Defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 # Which slots see which: without any of these, layers with a window are causal and others are not.
-_CAUSALITY: Defaults = {"is_causal": None, "causal": None, "causal_head": None}
+_CAUSALITY: Defaults = dict.fromkeys(("causal", "causal_head", "dflash_query_causal", "is_causal"))
 _LOGITS: Defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 
 _ZLAB = {**_CAUSALITY, **_LOGITS, **_NO_MARKOV, "block_size": 16, "sample_from_anchor": False}
@@ -50,6 +83,11 @@ DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
     "zlab": {"dflash": _ZLAB, "dspark": {**_ZLAB, "sample_from_anchor": True}, "dflash2": {**_ZLAB, **_OF_SELECTOR}},
     "deepspec": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
     "specforge": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
+    "modelopt": {
+        "dflash": {**_LOGITS, "causal": None, "block_size": 16, "sample_from_anchor": False},
+        "dspark": {**_VANILLA, "causal": None, "sample_from_anchor": True, "confidence_head_with_markov": True},
+        "domino": {"causal": None, "sample_from_anchor": True, "pure_draft_prefix_len": 1},
+    },
     "speculators": {
         "dflash": _SPECULATORS,
         "dspark": {
@@ -58,6 +96,7 @@ DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
             "confidence_head_with_markov": True,
         },
         "dflash2": {**_SPECULATORS, **_OF_SELECTOR, "sliding_window_non_causal": True},
+        "xpress": _SPECULATORS,
     },
     # Its DFlash proposes from slot 1, whatever the key holds.
     "llama.cpp": {
@@ -73,11 +112,24 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
     name, kind, section, layer_type = "block", "one-pass head", "dflash_config", "qwen3"
     head_class, conventions_class = BlockHead, BlockConventions
     config_says = "block_size, the mask token and RoPE"
+    follows = ("use_swa", "attention_sink_bias", _NEOX)
 
     @classmethod
     def recognizes(cls, shapes: Shapes) -> bool:
         # The context's norm lies next to the layers, not in the first of them as EAGLE-3's does.
         return all(sign in shapes for sign in _SIGNS) and not any(_OTHER_FAMILIES.match(name) for name in shapes)
+
+    @classmethod
+    def canonical(cls, tensors: Mapping[str, Tensor], spec: BlockSpec | None = None) -> dict[str, Tensor]:
+        def renamed(name: str) -> str:
+            ours = next((to + name.removeprefix(start) for start, to in _STARTS if name.startswith(start)), name)
+            return name if ours in tensors else ours  # under both names: neither may get lost in silence
+
+        found = {renamed(name): tensor for name, tensor in tensors.items()}
+        if spec is not None and spec.rope_interleaved:
+            rotated = {name: tensor for name, tensor in found.items() if _ROTATED.match(name)}
+            found |= {name: halves_of_pairs(rows, spec.head_dim) for name, rows in rotated.items()}
+        return found
 
     @classmethod
     def spec_of(cls, stated: HeadFacts, conventions: BlockConventions) -> BlockSpec:
@@ -94,14 +146,19 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
             **_scoring_parts(stated, keys),
             **_logits(keys),
             attention_bias="layers.0.self_attn.q_proj.bias" in shapes,
+            own_embeddings="embed_tokens.weight" in shapes and "lm_head.weight" not in shapes,
+            attention_sinks=keys.place("attention_sink_bias").flag("attention_sink_bias", _SINK in shapes),
+            rope_interleaved=not keys.place(_NEOX).flag(_NEOX, True),
         )
         stated.check_sizes(spec)
         causal = spec.causal if conventions.causal is None else (conventions.causal,) * spec.num_layers
-        changed = spec.overridden(conventions, ("feature_layers", "mask_token_id", "first_slot"), causal=causal)
+        changed = spec.overridden(conventions, _OVERRIDES, causal=causal)
         if changed.num_features != spec.num_features:
             raise CheckpointError(
                 f"this head takes {spec.num_features} features, feature_layers names {changed.num_features}."
             )
+        if changed.rope_interleaved and keys.dialect == "llama.cpp":
+            raise CheckpointError(f"{stated.folder}: rope_interleaved is not for GGUF files, whose RoPE turns halves.")
         return changed
 
     @classmethod
@@ -109,6 +166,12 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         if _stated_layers(stated, spec.dialect):
             return {}
         return {"feature_layers": "which hidden states of the target it reads"}
+
+
+def their_name(name: str, method: Method) -> str:
+    """The name of a tensor in the layouts of `NAMES`."""
+    pairs = NAMES.get(method, {}).items()
+    return next((theirs + name.removeprefix(start) for theirs, start in pairs if name.startswith(start)), name)
 
 
 @dataclass(frozen=True)
@@ -158,13 +221,22 @@ def _dialect(stated: HeadFacts) -> Dialect:
     architectures = config.texts("architectures")
     is_specforge = any(name.endswith("DSparkDraftModel") for name in architectures)
     projector = nested.text("projector_type", "dspark" if is_specforge else "dflash")
-    if projector not in ("dflash", "dspark"):
-        raise nested.wrong("projector_type", "dflash or dspark: other projectors are computed in another way")
-    if projector == "dspark":
-        return "specforge"
+    if any(key.startswith("lilicorr_") for key in nested.values):
+        raise CheckpointError(
+            f"{config.where}: this is a LiLiCorr head, whose lattice of candidates is not computed here. Heads of "
+            "DFlash, DFlash2, DSpark, Domino and XPress are read."
+        )
+    if projector not in ("dflash", "dspark", "domino"):
+        raise nested.wrong("projector_type", "dflash, dspark or domino: other projectors are computed in another way")
+    if projector != "dflash":
+        return "modelopt" if projector == "domino" or "markov_w1.weight" in stated.names else "specforge"
     # DeepSpec names its DFlash heads as its DSpark heads, with a Markov head of rank 0.
     is_flat = "markov_rank" in config and "target_layer_ids" not in nested
-    return "deepspec" if is_flat or any("DSpark" in name for name in architectures) else "zlab"
+    if is_flat or any("DSpark" in name for name in architectures):
+        return "deepspec"
+    # Plain DFlash of ModelOpt is z-lab's, but for a key that it always writes. NeMo Automodel's has is_causal as well.
+    is_modelopt = "causal" in nested and "is_causal" not in config
+    return "modelopt" if is_modelopt or nested.flag("use_swa", False) or _SINK in stated.shapes else "zlab"
 
 
 def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...]) -> Method:
@@ -173,9 +245,11 @@ def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...
         return "dspark" if _MARKOV in stated.shapes else "dflash"
     if dialect == "speculators":
         kind = config.text("speculators_model_type")
-        if kind not in ("dflash", "dspark", "dflash2"):
-            raise config.wrong("speculators_model_type", "dflash, dspark or dflash2")
+        if kind not in ("dflash", "dspark", "dflash2", "xpress"):
+            raise config.wrong("speculators_model_type", "dflash, dspark, dflash2 or xpress")
         return kind
+    if stated.nested.text("projector_type") == "domino" or _GRU in stated.shapes:
+        return "domino"
     if _SELECTOR in stated.shapes or any("selector_rank" in place for place in places):
         return "dflash2"
     return "dspark" if any(place.values.get("markov_rank") for place in places) else "dflash"
@@ -224,6 +298,11 @@ def _block(stated: HeadFacts, keys: _Keys, mask_token_id: int | None) -> dict[st
     can_be_first = (keys.dialect, keys.method) != ("llama.cpp", "dflash")
     first_slot = 0 if can_be_first and keys.flag("sample_from_anchor") else 1
     block_size = place.size("block_size", most=_MAX_BLOCK)
+    projector, shift = stated.nested.text("projector_type", keys.method), keys.place("shift_label")
+    is_shifted = projector in ("dspark", "domino")
+    if shift.flag("shift_label", is_shifted) != is_shifted:
+        where = "true: slots propose the token after" if is_shifted else "false: slots propose the token at"
+        raise shift.wrong("shift_label", f"{where} their place in heads of this kind, {keys.method}")
     if block_size <= first_slot:
         raise place.wrong("block_size", "at least one slot that proposes")
     token = mask_token_of(stated.nested, config) if mask_token_id is None else mask_token_id
@@ -244,11 +323,25 @@ def _visibility(stated: HeadFacts, keys: _Keys, num_layers: int) -> dict[str, An
         causal = tuple(window is not None and not is_free for window in windows)
     else:
         # NeMo Automodel's JetSpec heads state both `causal` and, as its DFlash heads do, `is_causal: false`.
-        whole = keys.first_flag("causal", "causal_head", "is_causal")
+        whole = keys.first_flag(*_CAUSALITY)
         kinds = [*stated.layers.texts("layer_types"), *("full_attention",) * num_layers]
         slides = (window or kind == "sliding_attention" for window, kind in zip(windows, kinds, strict=False))
         causal = tuple(bool(each) if whole is None else whole for each in slides)
+    if keys.flag("use_swa"):
+        windows = (_modelopt_window(stated, keys),) * num_layers
     return {"windows": windows, "causal": causal, "window_from_anchor": keys.dialect == "speculators"}
+
+
+def _modelopt_window(stated: HeadFacts, keys: _Keys) -> int:
+    """Window of all layers, whose types stay those of full attention. Slots see their whole block, so windows shorter
+    than a block, which ModelOpt refuses too, would have another meaning than z-lab's."""
+    place = keys.place("swa_window_size").with_defaults({"swa_window_size": stated.config.values.get("sliding_window")})
+    block_size = keys.place("block_size").size("block_size")
+    if keys.dialect == "speculators" or "sliding_attention" in stated.layers.texts("layer_types"):
+        raise keys.place("use_swa").wrong("use_swa", "false where layer_types gives the windows")
+    if (window := place.size("swa_window_size", most=1 << 40)) < block_size:
+        raise place.wrong("swa_window_size", f"at least the block's {block_size}")
+    return window
 
 
 def _logits(keys: _Keys) -> dict[str, Any]:
@@ -270,12 +363,14 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         if _MARKOV in shapes:
             found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
         return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})
+    if keys.method in ("domino", "xpress"):
+        return _path_part(stated, keys)
     rank, kind = keys.place("markov_rank"), keys.place("markov_head_type")
     if rank.values.get("markov_rank"):
         if kind.text("markov_head_type") not in _MARKOV_KINDS:
             raise kind.wrong("markov_head_type", f"one of {', '.join(_MARKOV_KINDS)}")
         found |= {"markov": kind.text("markov_head_type"), "markov_rank": rank.size("markov_rank")}
-    if has_confidence or keys.flag("enable_confidence_head"):
+    if has_confidence or keys.flag("enable_confidence_head") or keys.flag("use_confidence_head"):
         found |= {"confidence": True, "confidence_with_markov": keys.flag("confidence_head_with_markov")}
     if keys.method == "dflash2":
         names = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
@@ -284,3 +379,22 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         if width % found["conv_group_size"]:
             raise keys.place(names[-1]).wrong(names[-1], f"a divisor of the head's width, {width}")
     return found
+
+
+def _path_part(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
+    """The Markov head of Domino or XPress. Its sizes are those of the tensors, which the config repeats."""
+    shapes, rank = stated.shapes, stated.shapes["markov_head.markov_w2.weight"][1]
+    if keys.method == "domino":
+        size, place = shapes[_GRU][1], keys.place("pure_draft_prefix_len")
+        num_bare, most = place.values["pure_draft_prefix_len"], keys.place("block_size").size("block_size") - 1
+        if type(num_bare) is not int or not 0 <= num_bare <= most:
+            raise place.wrong("pure_draft_prefix_len", f"an integer from 0 to {most}")
+        sizes = {"gru_hidden_dim": size, "emb_dim": rank}
+        found: dict[str, Any] = {"markov": "domino", "gru_size": size, "num_bare_slots": num_bare}
+    else:
+        size = shapes[_REFINER][0]
+        sizes = {"xpress_rank": rank, "xpress_mlp_ratio": size // rank}
+        found = {"markov": "xpress", "refiner_size": size}
+    for key, value in sizes.items():
+        check_stated_size(keys.place(key), key, value)
+    return {**found, "markov_rank": rank}

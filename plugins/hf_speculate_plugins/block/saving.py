@@ -15,7 +15,7 @@ from hf_speculate.errors import CheckpointError
 from ..checkpoints import GGUF_ARCHITECTURE, GGUF_FILE, GGUF_ROPE, speculators_section, stated_sizes, vocabulary_tensors
 from ..heads import Limit, Written
 from .head import BlockHead
-from .loading import BlockReading
+from .loading import BlockReading, their_name
 from .spec import BlockSpec
 
 
@@ -25,6 +25,9 @@ _COMMON: tuple[Limit, ...] = (
     ("windows of different lengths", lambda spec: len({window for window in spec.windows if window}) > 1),
     ("causality that is not that of its windows", lambda spec: len(_causal_kinds(spec)) > 1),
 )
+_DOMINO: Limit = ("Domino's recurrent state", lambda spec: spec.gru_size > 0)
+_XPRESS: Limit = ("XPress's refiner", lambda spec: spec.refiner_size > 0)
+_SINKS: Limit = ("attention sinks", lambda spec: spec.attention_sinks)
 _FULL_VOCABULARY: Limit = ("a draft vocabulary of its own", lambda spec: spec.draft_vocab_size != spec.vocab_size)
 _LOGITS: Limit = (
     "changed logits or embeddings",
@@ -34,12 +37,19 @@ _OTHER_WIDTH: Limit = (
     "features of another width than its own",
     lambda spec: spec.adapts_features or spec.target_hidden_size != spec.hidden_size,
 )
+_SELECTOR_PART: Limit = ("convolutions and a selector", lambda spec: spec.selector_rank > 0)
 _SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+def _odd_windows(spec: BlockSpec) -> bool:
+    lengths = {window or 0 for window in spec.windows}
+    return any(lengths) and (spec.window_from_anchor or min(lengths) < spec.block_size)
 
 
 _LIMITS: dict[str, tuple[Limit, ...]] = {
     "zlab": (
         *_COMMON,
+        _SINKS,
         _FULL_VOCABULARY,
         ("a Markov or confidence head", lambda spec: spec.markov is not None or spec.confidence),
         ("slots that propose the token after their own place", lambda spec: spec.first_slot == 0),
@@ -47,16 +57,34 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "deepspec": (
         *_COMMON,
+        _SINKS,
+        _DOMINO,
+        _XPRESS,
         _FULL_VOCABULARY,
         _LOGITS,
-        ("convolutions and a selector", lambda spec: spec.selector_rank > 0),
+        _SELECTOR_PART,
         ("slots that propose the token at their own place", lambda spec: spec.first_slot == 1),
         ("windows", lambda spec: any(spec.windows)),
         ("causal layers", lambda spec: any(spec.causal)),
         _OTHER_WIDTH,
     ),
+    "modelopt": (
+        *_COMMON,
+        _XPRESS,
+        _FULL_VOCABULARY,
+        _LOGITS,
+        _SELECTOR_PART,
+        _OTHER_WIDTH,
+        ("embeddings of its own", lambda spec: spec.own_embeddings),
+        ("windows of which some count from the anchor, are shorter than a block or leave layers out", _odd_windows),
+        ("layers of which some are causal", lambda spec: len(set(spec.causal)) > 1),
+        ("slots of a Markov head at their own place, or others after it", lambda s: s.first_slot == bool(s.markov)),
+        ("a confidence head that sees no Markov codes", lambda s: s.confidence and not s.confidence_with_markov),
+    ),
     "speculators": (
         *_COMMON,
+        _SINKS,
+        _DOMINO,
         _LOGITS,
         ("windows counted from each slot", lambda spec: not spec.window_from_anchor and any(spec.windows)),
         (
@@ -67,10 +95,11 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "llama.cpp": (
         *_COMMON,
+        _SINKS,
         _OTHER_WIDTH,
         ("windows", lambda spec: any(spec.windows)),
         ("layers of which some are causal", lambda spec: len(set(spec.causal)) > 1),
-        ("convolutions and a selector", lambda spec: spec.selector_rank > 0),
+        _SELECTOR_PART,
         ("a Markov head that is not vanilla", lambda spec: spec.markov not in (None, "vanilla")),
         ("a confidence head that sees no Markov codes", lambda s: s.confidence and not s.confidence_with_markov),
         ("an anchor's slot that proposes, without a Markov head", lambda s: s.first_slot == 0 and s.markov is None),
@@ -94,7 +123,8 @@ class BlockFiles(BlockReading):
     @classmethod
     def default_layout(cls, spec: BlockSpec) -> str:
         """The layout that the head was read from, or the first that can express it."""
-        layouts = sorted(("speculators", "deepspec", "zlab"), key=lambda layout: layout != spec.dialect)  # stable
+        layouts = ("speculators", "deepspec", "zlab", "modelopt")
+        layouts = sorted(layouts, key=lambda layout: layout != spec.dialect)  # stable
         return next((layout for layout in layouts if not cls.problems(layout, spec)), layouts[0])
 
     @classmethod
@@ -115,10 +145,13 @@ class BlockFiles(BlockReading):
                     "output matrix, and llama.cpp would take the embeddings for both."
                 )
             return GGUF_FILE, tensors, _llamacpp_config(spec, of_target)
+        if layout == "modelopt" or spec.method == "xpress":
+            tensors = {their_name(name, spec.method): tensor for name, tensor in tensors.items()}
         if layout == "speculators":
             config = _speculators_config(spec, of_target)
         else:
-            config = {**_sizes(spec), **(_zlab_config(spec) if layout == "zlab" else _deepspec_config(spec))}
+            special = {"zlab": _zlab_config, "deepspec": _deepspec_config, "modelopt": _modelopt_config}[layout]
+            config = {**_sizes(spec), **special(spec)}
             names = {"num_target_layers": "num_target_layers", "target_name": "base_model_name_or_path"}
             config |= {key: of_target[name] for name, key in names.items() if of_target.get(name) is not None}
         return "model.safetensors", tensors, {**config, "dtype": str(head.dtype).removeprefix("torch.")}
@@ -167,6 +200,32 @@ def _zlab_config(spec: BlockSpec) -> dict[str, Any]:
     return {**config, "dflash_config": nested}
 
 
+def _modelopt_config(spec: BlockSpec) -> dict[str, Any]:
+    """The config of ModelOpt's exporter: windows are of all layers, and not in their types."""
+    window = spec.windows[0]
+    nested: dict[str, Any] = {"mask_token_id": spec.mask_token_id, "target_layer_ids": _outputs(spec)}
+    nested["causal"] = all(spec.causal)
+    if window is not None:
+        nested |= {"use_swa": True, "swa_window_size": window}
+    if spec.attention_sinks:
+        nested["attention_sink_bias"] = True
+    if spec.markov is not None:
+        nested |= {"projector_type": spec.method, "shift_label": True}
+    if spec.method == "dspark":
+        nested |= {"use_confidence_head": spec.confidence}
+        nested |= {"markov_rank": spec.markov_rank, "markov_head_type": spec.markov}
+    if spec.method == "domino":
+        nested |= {"gru_hidden_dim": spec.gru_size, "emb_dim": spec.markov_rank}
+        nested |= {"pure_draft_prefix_len": spec.num_bare_slots}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": spec.block_size,
+        "layer_types": ["full_attention"] * spec.num_layers,
+        "use_sliding_window": False,
+        "dflash_config": nested,
+    }
+
+
 def _deepspec_config(spec: BlockSpec) -> dict[str, Any]:
     """The config of DeepSpec's files: everything at the top; DFlash heads are DSpark heads of Markov rank 0."""
     config: dict[str, Any] = {
@@ -206,11 +265,11 @@ def _llamacpp_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str,
 
 def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[str, Any]:
     """The config of vllm-project/speculators: that of the layers nested, features as `hidden_states` indices."""
-    class_name = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+    names = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2", "xpress": "XPress"}
     is_wide = spec.target_hidden_size != spec.hidden_size
-    names = of_target.get("target_name"), of_target.get("target_architectures")
+    of_verifier = of_target.get("target_name"), of_target.get("target_architectures")
     config: dict[str, Any] = {
-        "architectures": [class_name[spec.method]],
+        "architectures": [f"{names[spec.method]}DraftModel"],
         "speculators_model_type": spec.method,
         "speculators_version": "0.9.0",
         "block_size": spec.block_size,
@@ -222,7 +281,7 @@ def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[s
         "target_hidden_size": spec.target_hidden_size if is_wide else None,
         "tie_word_embeddings": False,
         "transformer_layer_config": _sizes(spec),
-        "speculators_config": speculators_section(spec.method, spec.max_depth, *names),
+        "speculators_config": speculators_section(spec.method, spec.max_depth, *of_verifier),
     }
     if spec.method == "dspark":
         config |= {
@@ -231,6 +290,8 @@ def _speculators_config(spec: BlockSpec, of_target: Mapping[str, Any]) -> dict[s
             "enable_confidence_head": spec.confidence,
             "confidence_head_with_markov": spec.confidence_with_markov,
         }
+    if spec.method == "xpress":
+        config |= {"xpress_rank": spec.markov_rank, "xpress_mlp_ratio": spec.refiner_size // spec.markov_rank}
     if spec.method == "dflash2":
         config |= {name: getattr(spec, name) for name in _SELECTOR}
     return config

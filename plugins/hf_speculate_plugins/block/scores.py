@@ -33,6 +33,7 @@ class BlockRequest(NamedTuple):
         width: most children of a node.
         anchors: int64 [B], the roots.
         log_noise: noise of the steps of the slots that propose [B, D, C]; None for a greedy request.
+        before: int64 [B], tokens before the roots, where the head reads them (`BlockSpec.reads_before_anchor`).
     """
 
     target_ids: Tensor | None
@@ -40,6 +41,7 @@ class BlockRequest(NamedTuple):
     anchors: Tensor
     log_noise: Tensor | None
     warpers: Warpers
+    before: Tensor | None = None
 
     @classmethod
     def of(cls, loaded: LoadedHead[BlockHead], options: BlockOptions, state: DraftState, depth: int) -> BlockRequest:
@@ -73,10 +75,19 @@ class BlockScores:
     """
 
     candidates: Tensor
-    _carried: Tensor | None = None
 
-    def __init__(self, head: BlockHead, request: BlockRequest, states: Float[Tensor, "B D H"]):
-        self._head, self._request, self._states = head, request, states
+    def __init__(
+        self,
+        head: BlockHead,
+        request: BlockRequest,
+        states: Float[Tensor, "B D H"],
+        features: Float[Tensor, "B D F"] | None = None,
+        carried: Float[Tensor, "B 1 s"] | None = None,
+    ):
+        """`features` are what the Markov head sees of the slots, None: their states; `carried` is what it has at the
+        first one that proposes."""
+        self._head, self._request, self._carried = head, request, carried
+        self._states = states if features is None else features
         self._logits = head.logits(states)
         self.ranked = slot_scores(self._logits, request.log_noise, request.warpers).float()
         if head.spec.scores_pairs:
@@ -88,6 +99,19 @@ class BlockScores:
             # Tokens that are not candidates, together.
             self._others = self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
+    @classmethod
+    def of_block(cls, head: BlockHead, request: BlockRequest, slots: Float[Tensor, "B S H"], depth: int) -> BlockScores:
+        """The scores of the first `depth` slots that propose, of the states of a whole block."""
+        first = head.spec.first_slot
+        states, features, carried = slots[:, first : first + depth], None, None
+        if head.spec.markov == "xpress":
+            features = head.markov_head.refiner.features(slots)
+            if request.before is not None:
+                codes = head.codes(request.before[:, None])
+                _, carried = head.markov_head.inputs(features[:, :1], codes)
+            features = features[:, first : first + depth]
+        return cls(head, request, states, features, carried)
+
     def shares(self) -> Shares:
         """The function that `best_tree` calls for every level."""
         if self._head.spec.scores_pairs:
@@ -95,13 +119,13 @@ class BlockScores:
         return slot_shares(self.ranked, self._request.target_ids, self._request.width)
 
     def following(
-        self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W r"] | None = None
-    ) -> tuple[Float[Tensor, "B W M"], Float[Tensor, "B W r"] | None]:
-        """Log-probabilities of a slot's candidates after tokens of the slot before, and the recurrent state after these
-        tokens.
+        self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W _"] | None = None
+    ) -> tuple[Float[Tensor, "B W M"], Float[Tensor, "B W _"] | None]:
+        """Log-probabilities of a slot's candidates after tokens of the slot before, and what these tokens hand on along
+        the path (`MarkovHead.inputs`).
 
         Args:
-            carried: recurrent state before them; None at the first slot, and for heads without one.
+            carried: values that the tokens before them have handed on; None at the first slot, or without any.
         """
         inputs, carried = self._inputs(depth, token_ids, carried)
         scores = self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT
@@ -133,13 +157,13 @@ class BlockScores:
         head, states = self._head, self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
         if head.spec.selector_rank:
             return head.candidate_selector.inputs(states, token_ids), None
-        return head.markov_head.inputs(states, head.markov_head.codes(token_ids), carried)
+        return head.markov_head.inputs(states, head.codes(token_ids), carried, depth + head.spec.first_slot)
 
     def _after_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         """The `Shares` of a head that scores pairs."""
-        carried = None
-        if depth and self._carried is not None:
-            carried = self._carried.gather(1, previous[..., None].expand(-1, -1, self._carried.shape[-1]))
+        carried = self._carried
+        if depth and carried is not None:
+            carried = carried.gather(1, previous[..., None].expand(-1, -1, carried.shape[-1]))
         scores, self._carried = self.following(depth, token_ids, carried)
         shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
         columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)

@@ -20,7 +20,6 @@ from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import (
-    CachedAttention,
     CompiledForwards,
     LoadedHead,
     Place,
@@ -52,12 +51,12 @@ class PlainSteps:
         """Commits the features that wait for the next draft; none do."""
 
     @torch.no_grad()
-    def tree(self, state: DraftState, depth: int) -> DraftTree:
-        """The best tree of this depth (>= 1). Its last nodes may have the value -inf, so they are impossible."""
+    def tree(self, state: DraftState, depth: int, before: Int[Tensor, " B"] | None = None) -> DraftTree:
+        """The best tree of this depth (>= 1). Its last nodes may have the value -inf, so they are impossible. For
+        `before` see `BlockRequest`."""
         head, request = self._loaded.head, BlockRequest.of(self._loaded, self._options, state, depth)
-        first = head.spec.first_slot
-        slots = self.slots(request.anchors)[:, first : first + depth]
-        shares_of = BlockScores(head, request, slots).shares()
+        request = request._replace(before=before)
+        shares_of = BlockScores.of_block(head, request, self.slots(request.anchors), depth).shares()
         return best_tree(request.anchors, shares_of, depth=depth, max_nodes=self._options.max_nodes)
 
     @torch.no_grad()
@@ -65,7 +64,7 @@ class PlainSteps:
         """States of all slots after the entries that were read."""
         head = self._loaded.head
         positions, masks = block_place(head, self._reading)
-        return head(head.block_ids(anchors), positions, CachedAttention(self._reading.cache.cache, masks))
+        return head(head.block_ids(anchors), positions, head.attention(self._reading.cache.cache, masks))
 
 
 @torch.no_grad()
@@ -87,8 +86,8 @@ def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Ten
 
 
 # Columns of a draft's plan: entries of the head's text, position of the next one, number of features to read, root id,
-# depth of the tree.
-_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT = range(5)
+# depth of the tree, token before the root.
+_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _BEFORE = range(6)
 
 
 def block_draft(
@@ -97,17 +96,19 @@ def block_draft(
     """Reads the features of a round, and drafts the best tree of a block: tokens, parents and values [B, n].
 
     Args:
-        inputs: `plan` [B, 5]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
+        inputs: `plan` [B, 6]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
             `BlockHead.join`; `request_inputs`.
     """
-    plan, target_ids, first = inputs["plan"], inputs.get("target_ids"), head.spec.first_slot
+    plan, target_ids = inputs["plan"], inputs.get("target_ids")
+    before = plan[:, _BEFORE] if head.spec.reads_before_anchor else None
     counts, anchors = plan[:, _COUNT], plan[:, _ROOT]
     _read_context(head, stacks, inputs)
     lengths, positions = plan[:, _LENGTH] + counts, plan[:, _POSITION] + counts
-    states = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)[:, first : first + depth]
+    states = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)
     log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
     log_noise = None if log_noise is None else log_noise.transpose(0, 1)
-    shares_of = BlockScores(head, BlockRequest(target_ids, top_k, anchors, log_noise, warpers), states).shares()
+    request = BlockRequest(target_ids, top_k, anchors, log_noise, warpers, before)
+    shares_of = BlockScores.of_block(head, request, states, depth).shares()
     tree = best_tree(anchors, shares_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
     assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
@@ -143,7 +144,7 @@ def _run_block(
     slots, places = positions[:, None] + steps, lengths.max() + steps
     seen_positions = entries + (positions - lengths)[:, None]
     masks = block_masks(head.spec, slots, seen_positions, text_entries(prompt, lengths), head.dtype, places)
-    return head(head.block_ids(anchors), slots, CachedAttention(static_cache(stacks, places), masks))
+    return head(head.block_ids(anchors), slots, head.attention(static_cache(stacks, places), masks))
 
 
 class CompiledSteps(CompiledForwards):
@@ -172,7 +173,7 @@ class CompiledSteps(CompiledForwards):
             pending, self._pending = self._pending, None
             self._plain.context(*pending)
 
-    def tree(self, state: DraftState, depth: int) -> DraftTree:
+    def tree(self, state: DraftState, depth: int, before: Tensor | None = None) -> DraftTree:
         head, max_nodes = self._head, self._options.max_nodes
         top_k = num_children(head.spec, self._options, state)
         batch_size, capacity = len(state.root_ids), capacity_for(self.end + self._num_read + head.spec.block_size)
@@ -181,12 +182,12 @@ class CompiledSteps(CompiledForwards):
 
         def arguments() -> tuple[Any, ...]:
             stacks, buffers = self.place(batch_size, capacity)
-            return head, stacks, self._inputs(buffers, state, depth, capacity), tuple(state.warpers), *sizes
+            return head, stacks, self._inputs(buffers, state, depth, capacity, before), tuple(state.warpers), *sizes
 
         result = self.run(key, block_draft, arguments, lambda: None)
         if result is None:
             self.settle()
-            return self._plain.tree(state, depth)
+            return self._plain.tree(state, depth, before)
         if self._pending is not None:
             self._reading.cache.has_moved = True
             self._reading.keep(self._pending[1])
@@ -199,14 +200,17 @@ class CompiledSteps(CompiledForwards):
         """Number of features that a graph reads: those of a whole accepted path."""
         return self._depth + 1
 
-    def _inputs(self, buffers: Buffers, state: DraftState, depth: int, capacity: int) -> dict[str, Tensor]:
+    def _inputs(
+        self, buffers: Buffers, state: DraftState, depth: int, capacity: int, before: Tensor | None
+    ) -> dict[str, Tensor]:
         """The inputs of `block_draft`, in buffers."""
         head, reading, roots = self._head, self._reading, state.root_ids.tolist()
         features, counts = self._pending or ((), [0] * len(roots))
         of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, roots, strict=True)
-        plan = buffers.tensor("plan", (len(roots), 5), torch.long, head.device)
+        earlier = roots if before is None else before.tolist()
+        plan = buffers.tensor("plan", (len(roots), 6), torch.long, head.device)
         return {
-            "plan": copy_to_device([[*of_row, depth] for of_row in of_rows], plan),
+            "plan": copy_to_device([[*row, depth, token] for row, token in zip(of_rows, earlier, strict=True)], plan),
             "prompt": self.prompt(buffers, len(roots), capacity),
             "features": self._placed(buffers, features, len(roots)),
             **request_inputs(buffers, state, self._depth, head.device, self._loaded.target_ids),

@@ -7,7 +7,7 @@ follows: a head that was trained with one loads without it, drafts badly and nev
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hf_speculate.errors import CheckpointError
@@ -149,6 +149,7 @@ NEUTRAL: Mapping[str, Any] = {
     "llama_4_scaling": None,
     "llama_4_scaling_beta": None,
     "clip_qkv": None,
+    "attention_value_scale": 1,
     "use_swa": False,
     "attention_sink_bias": False,
     "add_swa_attention_sink_bias": False,
@@ -172,17 +173,21 @@ NEUTRAL: Mapping[str, Any] = {
 }
 
 
-def refuse_switches(*places: ConfigValues) -> None:
-    """Raises `CheckpointError` where a config, or its RoPE parameters, set a switch that no head here follows."""
+def refuse_switches(*places: ConfigValues, follows: Collection[str] = ()) -> None:
+    """Raises `CheckpointError` where a config, or its RoPE parameters, set a switch that such heads do not follow.
+
+    Args:
+        follows: switches that they do follow, but not inside RoPE parameters.
+    """
     for place in places:
         rope = place.inner("rope_parameters")
         of_types = (rope.inner(kind) for kind in ("full_attention", "sliding_attention"))
         for values in (place, place.inner("rope_scaling"), rope, *of_types):
             for key, neutral in NEUTRAL.items():
-                if key in values and values.values[key] != neutral:
+                if key in values and values.values[key] != neutral and not (values is place and key in follows):
                     raise CheckpointError(
-                        f"{values.wrong(key, _wanted(neutral))} No head here computes that. If the head was trained "
-                        "without it, remove the key."
+                        f"{values.wrong(key, _wanted(neutral))} No head of this kind computes that here. If it was "
+                        "trained without it, remove the key."
                     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ..origin import check_stated_name
 from .accounting import num_indexed
 from .config import ConfigValues, refuse_switches
 from .files import Checkpoint
-from .layer_config import layer_config, rope_of
+from .layer_config import layer_config, nested_layers, rope_of
 from .target_files import TargetFiles
 
 
@@ -132,7 +132,9 @@ class HeadFacts:
     layers: ConfigValues
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, shapes: Shapes, section: str, layer_type: str) -> HeadFacts:
+    def of(
+        cls, checkpoint: Checkpoint, shapes: Shapes, section: str, layer_type: str, follows: Collection[str] = ()
+    ) -> HeadFacts:
         """The statements of a checkpoint.
 
         Raises:
@@ -144,7 +146,8 @@ class HeadFacts:
                 raise CheckpointError(f"{checkpoint.folder}: {name} has shape {shape}, expected {wanted} dimensions.")
         config = ConfigValues(checkpoint.folder, checkpoint.config)
         nested, layers = config.inner(section), layer_config(config, layer_type)
-        refuse_switches(config, layers, nested)
+        refuse_switches(config, nested, follows=follows)
+        refuse_switches(*nested_layers(config))
         return cls(checkpoint.folder, tuple(checkpoint.tensors), shapes, config, nested, layers)
 
     def check_sizes(self, spec: HeadSpec, *, drafts_all: bool = False) -> None:

@@ -20,7 +20,7 @@ _NESTED = "transformer_layer_config"
 # vLLM takes the oldest one for configs that name no version.
 _NESTED_TYPES = {
     **dict.fromkeys(("eagle", "eagle3", "peagle"), (("0", "llama"), ("0.7.0", "qwen3"))),
-    **dict.fromkeys(("dflash", "dspark", "dflash2"), (("0", "qwen3"),)),
+    **dict.fromkeys(("dflash", "dspark", "dflash2", "xpress"), (("0", "qwen3"),)),
 }
 
 
@@ -40,6 +40,11 @@ def layer_config(config: ConfigValues, flat_type: str) -> ConfigValues:
     filled = {key: defaults[key] for key in kept if key in defaults}
     theta = (defaults.get("rope_parameters") or {}).get("rope_theta")
     return place.with_defaults({**filled, "model_type": model_type, "default_rope_theta": theta})
+
+
+def nested_layers(config: ConfigValues) -> tuple[ConfigValues, ...]:
+    """The nested config of the decoder layers as it is written, if there is one."""
+    return (config.inner(_NESTED),) if _NESTED in config else ()
 
 
 def class_defaults(place: ConfigValues, model_type: str) -> dict[str, Any]:

@@ -34,13 +34,16 @@ from .spec import Dialect, EagleConventions, EagleSpec
 
 
 # Names of other dialects -> ours (those of speculators). ModelOpt numbers `midlayer` when there are several; old
-# speculators files of EAGLE-1 have the names `fusion_fc` and `transformer`.
+# speculators files of EAGLE-1 have the names `fusion_fc` and `transformer`, some EAGLE-4 ones `fc.linear`.
 _RENAMES = (
     (re.compile(r"^midlayer\.(\d+\.)"), r"layers.\1"),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^transformer\."), "layers.0."),
     (re.compile(r"^fusion_fc\."), "fc."),
+    (re.compile(r"^fc\.linear\."), "fc."),
 )
+# EAGLE-4 heads are EAGLE-3.1 heads that choose candidates by a matrix of low rank; all logits are exact without it.
+_EAGLE4 = {"efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"}
 _MASK, _OUTPUT = "mask_hidden", "lm_head.weight"
 _MAX_FEATURES = 256  # no published head has more than a handful
 # Tensors that only heads of other families have: DFlash / DSpark / Domino, MTP.
@@ -92,7 +95,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         return eagle_version(shapes) is not None
 
     @classmethod
-    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def canonical(cls, tensors: Mapping[str, Tensor], spec: EagleSpec | None = None) -> dict[str, Tensor]:
         renamed = {canonical_name(name): tensor for name, tensor in tensors.items()}
         if _MASK in renamed:  # some have one dimension less
             renamed[_MASK] = renamed[_MASK].reshape(1, 1, -1)
@@ -166,6 +169,8 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         for name in opened.checkpoint.tensors:
             if name.startswith("parallel_draft_heads."):
                 keys.ignore(name, "ModelOpt's parallel heads are not used")
+            elif name in _EAGLE4:
+                keys.ignore(name, "chooses candidates for EAGLE-4's output matrix, which is computed whole")
             elif name.startswith("verifier_"):
                 keys.ignore(name, "a copy of the target's")
         if not (spec.norm_logits or spec.feed_back_normed):
@@ -223,9 +228,10 @@ def _says_norm_output(config: ConfigValues, dialect: str) -> bool:
 
 
 def _has_vllms_meaning(config: ConfigValues) -> bool:
-    """Whether `norm_output` has vLLM's meaning for sure. SpecForge's architecture decides nothing: others borrow it."""
-    architectures = config.texts("architectures")
-    return _by_automodel(config) or (bool(architectures) and "LlamaForCausalLMEagle3" not in architectures)
+    """Whether `norm_output` has vLLM's meaning for sure. SpecForge's architecture decides nothing: others borrow it.
+    EAGLE-4's files do not state which meaning theirs has."""
+    architectures, unclear = config.texts("architectures"), {"LlamaForCausalLMEagle3", "LlamaForCausalLMEagle4"}
+    return _by_automodel(config) or (bool(architectures) and unclear.isdisjoint(architectures))
 
 
 def _by_automodel(config: ConfigValues) -> bool:

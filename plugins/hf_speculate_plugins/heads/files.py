@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -72,6 +72,7 @@ class HeadFiles(Generic[Spec, Head]):
         section: object of the config that the method keeps its own keys in.
         layer_type: model type whose class reads the decoder layers of flat configs.
         config_says: facts that only the config has, for messages.
+        follows: switches of `NEUTRAL` that such heads follow.
         readers: layout by the name of a program that reads it.
         limits: limits of every layout that can be written.
     """
@@ -83,6 +84,7 @@ class HeadFiles(Generic[Spec, Head]):
     section: ClassVar[str]
     layer_type: ClassVar[str]
     config_says: ClassVar[str]
+    follows: ClassVar[Collection[str]] = ()
     readers: ClassVar[Mapping[str, str]]
     limits: ClassVar[Mapping[str, tuple[Limit, ...]]]
 
@@ -124,8 +126,8 @@ class HeadFiles(Generic[Spec, Head]):
         raise NotImplementedError
 
     @classmethod
-    def canonical(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a file under the names that the module gives them."""
+    def canonical(cls, tensors: Mapping[str, Tensor], spec: Spec | None = None) -> dict[str, Tensor]:
+        """The tensors of a file under the module's names; with a spec, also with their values in the module's order."""
         return dict(tensors)
 
     @classmethod
@@ -164,7 +166,7 @@ class HeadFiles(Generic[Spec, Head]):
         if target is not None:
             cls.check_fits(spec, target)
             check_stated_target(folder, checkpoint.config, target)
-        checkpoint = dataclasses.replace(checkpoint, tensors=cls.canonical(checkpoint.tensors))
+        checkpoint = dataclasses.replace(checkpoint, tensors=cls.canonical(checkpoint.tensors, spec))
         keys = KeyAccount(checkpoint, f"{spec.kind}, {spec.dialect}")
         return OpenedHead(spec, checkpoint, keys, draft_vocabulary(spec, checkpoint, keys))
 
@@ -183,7 +185,7 @@ class HeadFiles(Generic[Spec, Head]):
             raise CheckpointError(
                 f"{folder} has no config.json, which gives {cls.config_says}: copy it from where the head is from."
             )
-        stated = HeadFacts.of(checkpoint, shapes, cls.section, cls.layer_type)
+        stated = HeadFacts.of(checkpoint, shapes, cls.section, cls.layer_type, cls.follows)
         try:
             spec = cls.spec_of(stated, conventions)
         except KeyError as error:

@@ -40,14 +40,24 @@ class CachedAttention:
         cache: keys and values of earlier entries; those of the forward are appended.
         masks: additive mask for each layer [B, 1, N, M + N], or None: every entry sees all.
         is_causal: causal mask instead, for an empty cache.
+        sinks: logit of every attention head [heads], for each layer, that takes part in the softmax and adds no value;
+            None: there are none. Not with `is_causal`.
     """
 
-    def __init__(self, cache: Cache, masks: Sequence[Tensor | None] | None = None, is_causal: bool = False):
-        self.cache, self.masks, self.is_causal = cache, masks, is_causal
+    def __init__(
+        self,
+        cache: Cache,
+        masks: Sequence[Tensor | None] | None = None,
+        is_causal: bool = False,
+        sinks: Sequence[Float[Tensor, " heads"]] | None = None,
+    ):
+        self.cache, self.masks, self.is_causal, self.sinks = cache, masks, is_causal, sinks
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         keys, values = self.cache.update(keys, values, layer)
         mask = None if self.masks is None else self.masks[layer]
+        if self.sinks is not None:
+            keys, values, mask = with_sink(self.sinks[layer], keys, values, mask, queries.shape[2])
         with tree_backends(queries.device):
             return scaled_dot_product_attention(
                 queries,
@@ -57,6 +67,24 @@ class CachedAttention:
                 is_causal=self.is_causal,
                 enable_gqa=keys.shape[1] != queries.shape[1],
             )
+
+
+def with_sink(
+    sink: Float[Tensor, " heads"], keys: Tensor, values: Tensor, mask: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and mask with an entry more, at the end: zeros, of which the mask makes the sink.
+
+    Args:
+        keys, values: [B, kv_heads, M, d].
+        mask: additive mask [B or 1, 1, count, M]; None: every entry sees all.
+    """
+    # The product with a key of zeros is 0, so the mask alone is the logit: no other kernel is needed.
+    sinks = sink.to(keys.dtype)[None, :, None, None]
+    if mask is None:
+        mask = keys.new_zeros(1, 1, count, keys.shape[2])
+    sizes = mask.shape[0], len(sink), mask.shape[2]
+    mask = torch.cat([mask.expand(*sizes, -1), sinks.expand(*sizes, 1)], dim=-1)
+    return functional.pad(keys, (0, 0, 0, 1)), functional.pad(values, (0, 0, 0, 1)), mask
 
 
 class PlacedAttention:

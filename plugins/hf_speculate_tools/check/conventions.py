@@ -50,13 +50,16 @@ def _of_eagle(drafter: Any, target: GenerativeModel) -> Iterator[Alternative]:
 
 
 def _of_block(drafter: Any, target: GenerativeModel) -> Iterator[Alternative]:
-    """Layers, first slot, causality, RoPE base."""
+    """Layers, first slot, causality, RoPE base, and order of its pairs."""
     spec, depth = drafter.spec, target.config.get_text_config(decoder=True).num_hidden_layers
     yield from _other_layers(spec.feature_layers, depth)
     yield Alternative({"first_slot": 1 - spec.first_slot}, f"a slot that proposes {_PLACES[1 - spec.first_slot]}")
     causal = not any(spec.causal)
     meaning = "slots that see only those before them" if causal else "slots that see all of their block"
     yield Alternative({"causal": causal}, meaning)
+    if spec.dialect != "llama.cpp":
+        order = "two halves" if spec.rope_interleaved else "neighbouring values (LFM2)"
+        yield Alternative({"rope_interleaved": not spec.rope_interleaved}, f"RoPE that turns {order}")
     yield from _other_bases(spec.rope, target)
 
 

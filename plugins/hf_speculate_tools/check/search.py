@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.speculator import local_folder
+from hf_speculate.speculator import head_folder, local_folder
 from hf_speculate.stats import HeadRecord
 from hf_speculate_plugins.origin import head_record
 
@@ -164,7 +164,8 @@ def check_head(
         SpeculateError: the texts are too short.
         TargetMismatchError: the head belongs to another target.
     """
-    model, folder = unwrap(target), local_folder(head)
+    model = unwrap(target)
+    folder = head_folder(head, local_folder(head), model)
     reader = HeadReader(folder, model)  # a broken head fails before the target writes anything
     record, depth = head_record(folder, model), reader.deepest(depth)
     texts = write_texts(model, prompts, max_new_tokens=max_new_tokens)

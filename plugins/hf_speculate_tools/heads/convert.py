@@ -38,7 +38,7 @@ def convert_checkpoint(
         destination: an absent or empty folder; all of it is written, or nothing.
         layout: name of the layout. EAGLE: "safeailab", "specforge" (or "sglang"), "speculators" (or "vllm"),
             "compact", "llama.cpp"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec",
-            "speculators", "llama.cpp".
+            "speculators", "modelopt", "llama.cpp".
         target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or a name of
             `NAMED_TARGETS`, which is loaded. Many conversions need none; "llama.cpp" needs its tokenizer.
         out_type: type of the matrices in a llama.cpp file, a name of `hf_speculate_gguf.OUT_TYPES`; None: "f16".
@@ -93,7 +93,7 @@ def convert(
         str | None,
         typer.Option(
             help="Layout to write. EAGLE: safeailab, specforge, speculators, compact, llama.cpp. "
-            "Medusa: fasterdecoding, vllm. One-pass heads: zlab, deepspec, speculators, llama.cpp."
+            "Medusa: fasterdecoding, vllm. One-pass heads: zlab, deepspec, speculators, modelopt, llama.cpp."
         ),
     ] = None,
     engine: Annotated[

@@ -15,32 +15,27 @@ from hf_speculate_plugins.block import BlockDrafter, BlockFiles, write_head
 from hf_speculate_plugins.checkpoints import TargetFiles
 from hf_speculate_plugins.eagle import EagleDrafter
 
-from ...support.block_heads import KINDS, random_block, spec_of
+from ...support.block_heads import KINDS, edited, random_block, spec_of
 from ...support.heads import target
 
 
 OWN = {kind: fields["dialect"] for kind, fields in KINDS.items()}
 # Layouts that can say each kind.
 LAYOUTS = {
-    "dflash": ["zlab", "speculators"],
-    "jetspec": ["zlab"],
+    "dflash": ["zlab", "speculators", "modelopt"],
+    "jetspec": ["zlab", "modelopt"],
     "windows": ["speculators"],
-    "dspark": ["deepspec", "speculators"],
-    "gated": ["deepspec", "speculators"],
-    "rnn": ["deepspec", "speculators"],
+    "dspark": ["deepspec", "speculators", "modelopt"],
+    "gated": ["deepspec", "speculators", "modelopt"],
+    "rnn": ["deepspec", "speculators", "modelopt"],
     "reduced": ["speculators"],
+    "sinks": ["modelopt"],
+    "modelopt": ["modelopt"],
+    "domino": ["modelopt"],
+    "xpress": ["speculators"],
     "dflash2": ["zlab"],
 }
 CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
-
-
-def edited(folder, change):
-    """The folder with another config.json."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    change(config)
-    path.write_text(json.dumps(config))
-    return str(folder)
 
 
 def test_every_kind_has_its_own_layout_by_default():
@@ -71,7 +66,7 @@ def test_what_is_written_is_read(tmp_path, kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_that_cannot_say_a_head_are_refused(tmp_path, kind):
     drafter = random_block(kind, target())
-    for layout in {"zlab", "deepspec", "speculators"} - set(LAYOUTS[kind]):
+    for layout in {"zlab", "deepspec", "speculators", "modelopt"} - set(LAYOUTS[kind]):
         with pytest.raises(CheckpointError, match=f"the {layout} layout cannot express this head: it has "):
             drafter.save_pretrained(tmp_path / layout, layout)
         assert not (tmp_path / layout).exists()
@@ -190,7 +185,7 @@ def test_conventions_override_the_file(tmp_path):
         (lambda c: c.update(block_size=1), "at least one slot that proposes"),
         (lambda c: c.update(block_size=10**9), "block_size"),
         (lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 2]), "fc.weight takes 64 inputs, no multiple"),
-        (lambda c: c["dflash_config"].update(projector_type="domino"), "projector_type"),
+        (lambda c: c["dflash_config"].update(projector_type="other"), "projector_type"),
         (lambda c: c["dflash_config"].update(attention_sink_bias=True), "attention_sink_bias"),
         (lambda c: c.update(rope_parameters={"rope_type": "none", "rope_theta": 1e4}), "makes no one-pass head"),
         (lambda c: c.update(hidden_size=64), "hidden_size in config.json is 64, that of the weights 32"),

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate.drafting import DraftRequest
-from hf_speculate_plugins.block import BlockDrafter, BlockOptions, load_head
+from hf_speculate_plugins.block import BlockDrafter, BlockFiles, BlockOptions, load_head
 from hf_speculate_plugins.block.head import block_masks
 from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 from hf_speculate_plugins.checkpoints import read_checkpoint
@@ -33,16 +33,24 @@ WITH_ROUNDS = [
     "dspark-deepspec-vanilla",
     "jetspec-causal",
     "jetspec-causal-defaults",
+    "lfm2-dspark-interleaved",
+    "modelopt-dflash-causal",
+    "modelopt-dflash-sinks-swa",
+    "modelopt-domino",
+    "modelopt-dspark-flat",
+    "modelopt-dspark-rnn-swa",
+    "nemotron-dspark-sinks",
 ]
 WITH_ANCHORS = [
     "dflash-speculators-fullvocab-swa",
     "dflash-speculators-reducedvocab",
     "dflash2-speculators",
     "dspark-speculators-reducedvocab",
+    "speculators-xpress",
 ]
 # Keys or tensors left out as speculators 0.9 leaves them out.
 WITHOUT_DEFAULTS = ["speculators-dflash2-defaults", "speculators-dspark-fullvocab"]
-WITH_PATHS = [name for name in WITH_ROUNDS if name.startswith("dspark")]
+WITH_PATHS = [name for name in WITH_ROUNDS if "dspark" in name or "domino" in name]
 DDTREES = {"ddtree-zlab-base": "dflash-zlab-base", "ddtree-zlab-defaults": "dflash-zlab-defaults"}
 
 
@@ -90,10 +98,20 @@ def slots_of(session, root):
     return states
 
 
+def path_logits(head, hidden, previous):
+    """Logits of the slots [1, S, H] along a path, of which `previous` [S or more] are the tokens before each slot."""
+    markov, found, carried = head.markov_head, [], None
+    seen = markov.refiner.features(hidden) if head.spec.markov == "xpress" else hidden
+    for slot, logits in enumerate(head.logits(hidden)[0]):
+        inputs, carried = markov.inputs(seen[:, slot, None], head.codes(previous[None, slot, None]), carried, slot)
+        found.append(logits + markov.bias(inputs)[0, 0])
+    return torch.stack(found)
+
+
 def test_golden_folders_are_all_covered(golden_root):
-    families = ("dflash", "dspark", "jetspec", "ddtree")
+    families = ("dflash", "dspark", "jetspec", "ddtree", "lfm2", "modelopt", "nemotron")
     found = {path.name for path in golden_root.iterdir() if path.name.startswith(families)}
-    assert found == {*WITH_ROUNDS, *WITH_ANCHORS, *DDTREES}
+    assert found == {*WITH_ROUNDS, *WITH_ANCHORS, *DDTREES} - {"speculators-xpress"}
 
 
 @pytest.mark.parametrize("name", WITH_ROUNDS + WITH_ANCHORS + WITHOUT_DEFAULTS)
@@ -104,7 +122,7 @@ def test_golden_feature_layers_and_keys(golden_root, name):
         "block_size", drafter.spec.block_size
     )
     report = drafter.report
-    in_file = set(read_checkpoint(str(golden_root / name / "head")).tensors)
+    in_file = set(BlockFiles.canonical(read_checkpoint(str(golden_root / name / "head")).tensors))
     assert {*report.used, *report.shared, *report.ignored} >= in_file
     assert not report.ignored
     context = drafter.head.fuse(list(features_of(name, drafter).values()))
@@ -149,10 +167,20 @@ def test_golden_blocks_behind_anchors(golden_root, name):
         expected = vectors["block_logits"][block]
         torch.testing.assert_close(logits[0, -len(expected) :], expected, **CLOSE)
         if "path_logits" in vectors:
-            previous = vectors["path_prev_ids"][block][None]
-            markov = head.markov_head
-            inputs, _ = markov.inputs(hidden, markov.codes(previous))
-            torch.testing.assert_close((logits + markov.bias(inputs))[0], vectors["path_logits"][block], **CLOSE)
+            found = path_logits(head, hidden, vectors["path_prev_ids"][block])
+            torch.testing.assert_close(found, vectors["path_logits"][block], **CLOSE)
+
+
+@pytest.mark.parametrize("name", WITH_ANCHORS + WITHOUT_DEFAULTS)
+def test_golden_greedy_chains_behind_anchors(golden_root, name):
+    vectors, drafter = vectors_of(name), drafter_of(name)
+    ids = vectors["token_ids"][None]
+    for anchor, expected in zip(vectors["anchor_positions"].tolist(), vectors["block_target_ids"], strict=True):
+        session = drafter.start(DraftRequest(target=target_of(name), input_ids=ids[:, :anchor]))
+        features = {layer: states[:, :anchor] for layer, states in features_of(name, drafter).items()}
+        session.observe(ids[:, 1 : anchor + 1], features, torch.tensor([anchor]))
+        tree = session.draft(state_for(ids[0, anchor], chains_only=True))
+        assert tree.token_ids[0, 1:].tolist() == expected[-drafter.spec.max_depth :].tolist()
 
 
 @pytest.mark.parametrize("name", ["dflash2-speculators", "speculators-dflash2-defaults"])
@@ -192,15 +220,15 @@ def test_golden_logits_behind_given_tokens(golden_root, name):
     drafter, vectors = drafter_of(name), vectors_of(name)
     head = drafter.head
     for number, root, session in rounds_of(name, drafter):
-        hidden = slots_of(session, root)
+        hidden = slots_of(session, root)[:, head.spec.first_slot :]
         logits = head.logits(hidden)[0]
         for path, expected in zip(vectors["path_ids"], vectors[f"round{number}_path_logits"], strict=True):
-            previous = torch.cat([root[None], path[:-1]])
-            carried = None
-            for slot in range(len(path)):
-                codes = head.markov_head.codes(previous[slot][None])
-                inputs, carried = head.markov_head.inputs(hidden[0, slot, None], codes, carried)
-                torch.testing.assert_close(logits[slot] + head.markov_head.bias(inputs)[0], expected[slot], **CLOSE)
+            found = path_logits(head, hidden, torch.cat([root[None], path[:-1]]))
+            torch.testing.assert_close(found, expected, **CLOSE)
+        if head.spec.confidence and f"round{number}_confidence_logits" in vectors:
+            along = torch.cat([root[None], vectors[f"round{number}_draft_ids"][:-1]])[None]
+            expected = vectors[f"round{number}_confidence_logits"]
+            torch.testing.assert_close(head.confidence(hidden, along)[0], expected, **CLOSE)
         if "cond_parent_ids" not in vectors:
             continue
         for index, parent in enumerate(vectors["cond_parent_ids"]):

@@ -118,7 +118,7 @@ def test_padding_and_neighbours_do_not_matter(prompt, kind):
                 roots[row] = int(tokens[row, length - 1])
 
 
-@pytest.mark.parametrize("kind", [*PAIRED, "dflash", "rnn"])
+@pytest.mark.parametrize("kind", [*PAIRED, "dflash", "rnn", "domino", "xpress"])
 def test_trees_are_the_best_nodes_of_all(prompt, monkeypatch, kind):
     """Against every path of the vocabulary's best children, scored one by one with the whole matrix."""
     monkeypatch.setattr("hf_speculate_plugins.block.scores._CANDIDATES", 96)
@@ -127,18 +127,20 @@ def test_trees_are_the_best_nodes_of_all(prompt, monkeypatch, kind):
     session = shown(drafter, model, {"input_ids": prompt(12)})
     tree = session.draft(state_for([7], max_depth=3))
     head, ids = drafter.head, drafter.target_ids
-    states = slots_of(session, 7)[0, drafter.spec.first_slot :]
-    logits = head.logits(states[None])[0]
+    slots = slots_of(session, 7)
+    states = slots[:, drafter.spec.first_slot :]
+    logits = head.logits(states)[0]
+    is_xpress = kind == "xpress"  # the one head that reads the anchor's slot, and the token before the anchor
+    seen = head.markov_head.refiner.features(slots) if is_xpress else states
+    start = [int(prompt(12)[0, -2]), 7] if is_xpress else [7]
 
     def shares(path):
-        slot, previous, carried = len(path), torch.tensor([7, *path]), None
-        found = logits[slot]
+        carried, found = None, logits[len(path)]
         if drafter.spec.markov is not None:
-            codes = head.markov_head.codes(previous)
-            carried = None
-            for place in range(slot + 1):
-                inputs, carried = head.markov_head.inputs(states[place], codes[place], carried)
-            found = found + head.markov_head.bias(inputs)
+            for place, previous in enumerate([*start, *path]):
+                code = head.codes(torch.tensor([[previous]]))
+                inputs, carried = head.markov_head.inputs(seen[:, place, None], code, carried, place)
+            found = found + head.markov_head.bias(inputs)[0, 0]
         best, columns = found.log_softmax(-1).topk(4)
         return best.tolist(), (columns if ids is None else ids[columns]).tolist()
 

@@ -31,6 +31,7 @@ BOOKKEEPING = {
 BY_TENSORS = {
     *("num_hidden_layers", "head_dim", "num_key_value_heads", "tie_word_embeddings", "attention_bias", "mlp_bias"),
     *("bias", "qkv_bias", "fc_norm", "norm_before_fc", "enable_confidence_head", "own_output", "parallel_drafting"),
+    "use_confidence_head",
     *("medusa_num_heads", "medusa_num_layers", "medusa_fc_bias", "topk", "max_paths", "original_lm_head"),
     *("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular", "parallel_draft_step"),
 }
@@ -130,6 +131,10 @@ def test_every_switch_that_no_head_follows(opened):
         for key, neutral in NEUTRAL.items():
             if key == "use_mtp_layernorm" and "eagle_config" in path:
                 continue  # its presence tells that ModelOpt wrote the file
+            if name.startswith("block") and key in BlockFiles.follows and path in ((), ("dflash_config",)):
+                if key not in config.get("dflash_config", {}):
+                    assert outcome(path, key, changed(neutral, key)) != as_it_is, (path, key)
+                continue
             assert f"{key} in config.json is" in outcome(path, key, changed(neutral, key)), (path, key)
             if not path or not path[-1].startswith("rope"):  # these are handed on whole
                 assert outcome(path, key, neutral) == as_it_is

@@ -53,6 +53,34 @@ class TestLayouts:
         assert EagleDrafter.from_folder(head("deepspec"), target()).entry_layers == (1, 2, 4, 5, 6)
         assert EagleDrafter.from_folder(head("eagle1"), target()).entry_layers == (DEPTH,)
 
+    @pytest.mark.parametrize("layout", ["specforge", "vllm"])
+    def test_eagle4_drafts_with_its_whole_output_matrix(self, head, layout, logged):
+        """It is read as the EAGLE-3.1 head that it extends; both matrices of low rank are accounted for."""
+
+        def change(config, tensors):
+            config["architectures"] = ["LlamaForCausalLMEagle4"]
+            config.pop("parallel_drafting", None)
+            config["efficient_lm_head_config"] = {"type": "svd", "rank": 4, "num_candidates": 8}
+            tensors |= {"efficient_lm_head.weight": torch.randn(48, 4)}
+            tensors |= {"efficient_lm_head_down_proj.weight": torch.randn(4, HIDDEN)}
+            prefix = "model." if layout == "vllm" else ""
+            tensors[f"{prefix}fc.linear.weight"] = tensors.pop(f"{prefix}fc.weight")
+
+        plain = EagleDrafter.from_folder(head(layout), target())
+        drafter = AutoSpeculator.from_pretrained(head(layout, change), target=target()).drafter
+        named = {"efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"}
+        assert drafter.report.ignored.keys() - plain.report.ignored.keys() == named
+        ours, theirs = drafter.head.state_dict(), plain.head.state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+        assert bool(logged()) == (layout == "vllm"), "whose meaning norm_output has is open there"
+        request = {"input_ids": torch.tensor([[5, 9, 11, 3]]), **PLAIN}
+        for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+            texts = []
+            for speculator in (None, Speculator(drafter)):
+                torch.manual_seed(3)
+                texts.append(target().generate(**request, **sampling, speculator=speculator))
+            assert torch.equal(*texts)
+
     def test_vllms_names_without_speculators_conventions(self, head):
         """NeMo Automodel's: `norm_output` is the state that is fed back, and the target's windows are not theirs."""
         spec = EagleDrafter.from_folder(head("vllm"), target()).spec

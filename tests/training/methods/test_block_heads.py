@@ -26,6 +26,7 @@ from hf_speculate_training.run.optimizers import is_layer_matrix
 from hf_speculate_training.run.recipe import MethodSection
 from hf_speculate_training.sections import RecipeError, read_section
 from hf_speculate_training.states import TargetReader
+from tests.support.block_heads import random_block
 from tests.support.models import build_tiny_model
 from tests.support.training import assert_every_draft_is_accepted, learn_by_heart, own_text, packed
 
@@ -194,6 +195,11 @@ class TestLearning:
         run_states = TargetReader(model, made.feature_layers)(batch)
         made(batch, run_states).loss.backward()
         assert all(p.grad is not None and p.grad.any() for p in made.parameters() if p.requires_grad)
+
+    def test_heads_with_attention_sinks_are_refused(self, tmp_path):
+        random_block("modelopt", target(torch.float32)).save_pretrained(tmp_path / "head")
+        with pytest.raises(RecipeError, match="this dspark head has a part that is not trained here: attention sinks"):
+            warm_block(tmp_path / "head", target(torch.float32))
 
     @pytest.mark.parametrize("truncated", [False, True])
     def test_saved_and_gone_on_from(self, tmp_path, truncated):

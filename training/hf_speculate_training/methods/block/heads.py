@@ -131,12 +131,13 @@ def warm_block(folder: str | os.PathLike, target: GenerativeModel) -> tuple[Bloc
     Embeddings and a whole output matrix of its own stay as its trainer left them.
 
     Raises:
-        RecipeError: a DFlash2 head, whose selector these methods do not train; a target with more tokens.
+        RecipeError: a part that these methods do not train, such as a selector or sinks; a target with more tokens.
     """
     loaded = load_head(local_folder(os.fspath(folder)), target, packed=False)
-    if loaded.head.spec.method == "dflash2":
-        raise RecipeError("method.start_from: this is a DFlash2 head, and its selector is not trained here.")
-    refuse_added_tokens(loaded.head.spec.vocab_size, target)
+    spec, parts = loaded.head.spec, {"dflash2": "selector", "domino": "recurrent state", "xpress": "refiner"}
+    if (part := "attention sinks" if spec.attention_sinks else parts.get(spec.method)) is not None:
+        raise RecipeError(f"method.start_from: this {spec.method} head has a part that is not trained here: {part}.")
+    refuse_added_tokens(spec.vocab_size, target)
     head = trainable(loaded.head)
     for name in ("embed_tokens", "lm_head"):
         if hasattr(head, name) and (name == "embed_tokens" or loaded.target_ids is None):
