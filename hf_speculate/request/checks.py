@@ -9,13 +9,23 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache import CACHE_NAME, reserving
+from ..compatibility import too_old
+from ..compatibility.stock import has_checkpointing
 from ..errors import UnsupportedRequestError
-from ..models import GenerativeModel
-from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
+from ..models import GenerativeModel, has_own_method
+from ..scoring import (
+    Sizes,
+    activated_lora,
+    exact_sizes,
+    longrope_switch,
+    outdated_peft,
+    prompt_learning,
+    takes_position_ids,
+)
 from ..speculator import Speculator
 from ..verification import see_rows_alone
 
@@ -39,7 +49,7 @@ def check_model(model: GenerativeModel) -> None:
         raise UnsupportedRequestError(
             f"{name} has a decoding method of its own (`_sample`), which a speculator cannot replace."
         )
-    if model.training and getattr(model, "is_activation_checkpointing", False):
+    if model.training and has_checkpointing(model):
         raise UnsupportedRequestError(
             f"{name} is in training mode with gradient checkpointing, which leaves the KV cache out: call eval()."
         )
@@ -83,6 +93,8 @@ def with_our_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dic
     cache = kwargs.get(CACHE_NAME)
     if config.cache_implementation != "static" or not isinstance(cache, StaticCache):
         return kwargs
+    if vars(model).get("_cache") is cache:  # older versions reuse it, and fail if nothing was written to it
+        del model._cache
     return {**kwargs, CACHE_NAME: reserving(cache, model.config.get_text_config(decoder=True))}
 
 
@@ -96,7 +108,7 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache, but {type(model).__name__} has {type(cache).__name__}."
         )
-    if cache.layers and all(cache.is_linear):
+    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache with attention layers, but {type(model).__name__} keeps recurrent "
             "states alone."
@@ -122,6 +134,8 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             "speculator= does not work while an activated LoRA (alora_invocation_tokens) is in effect: PEFT would "
             "leave it out for some of the tokens that are scored at once."
         )
+    if problem := _lost_text(model, config):
+        raise UnsupportedRequestError(f"speculator= was given for a long text, but {problem}")
     past = cache.get_seq_length()
     if prompt_learning(model) and (problem := outdated_peft()):
         raise UnsupportedRequestError(f"speculator= does not work with this prompt-learning adapter: {problem}.")
@@ -136,6 +150,18 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             f"the prompt has {total} tokens but {CACHE_NAME} already holds {past}: pass the whole text with "
             "at least one new token, or only the new tokens with an attention mask for all."
         )
+
+
+def _lost_text(model: GenerativeModel, config: GenerationConfig) -> str:
+    """The reason why the model loses its text at a position that this request reaches; "" if it does not.
+
+    Older versions of transformers drop the cache of Phi-3 where RoPE changes, and continue with the last token alone.
+    """
+    switch = longrope_switch(model.config)
+    if switch is None or not has_own_method(model, "prepare_inputs_for_generation"):
+        return ""
+    is_reached = config.max_length is None or config.max_length > switch
+    return too_old(f"{type(model).__name__} with more than {switch} tokens", "5.20") if is_reached else ""
 
 
 def _own_methods(cache: Cache) -> list[str]:
