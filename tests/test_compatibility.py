@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from hf_speculate.compatibility import OLDEST, WORKING, check_feature, check_version, explained, too_old, versions
+from hf_speculate.compatibility import WORKING, check_feature, check_version, explained, too_old, versions
+from hf_speculate.compatibility.versions import OLDEST
 from hf_speculate.errors import IncompatibleTransformersError, SpeculateError
 
 from .support.paths import REPOSITORY

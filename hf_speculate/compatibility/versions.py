@@ -30,12 +30,7 @@ def check_feature(feature: str, oldest: str) -> None:
 
 
 def too_old(feature: str, oldest: str) -> str:
-    """The reason why one feature does not work with the installed transformers; "" if it does.
-
-    Args:
-        feature: name of the feature, the subject of the sentence.
-        oldest: first version of transformers that has what the feature needs.
-    """
+    """The reason why a feature (the sentence's subject) needs a newer transformers; "" if it works with this one."""
     found = installed_version()
     if found is not None and Version(found) >= Version(oldest):
         return ""

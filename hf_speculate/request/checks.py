@@ -16,16 +16,9 @@ from ..cache import CACHE_NAME, reserving
 from ..compatibility import too_old
 from ..compatibility.stock import has_checkpointing
 from ..errors import UnsupportedRequestError
-from ..models import GenerativeModel, has_own_method
-from ..scoring import (
-    Sizes,
-    activated_lora,
-    exact_sizes,
-    longrope_switch,
-    outdated_peft,
-    prompt_learning,
-    takes_position_ids,
-)
+from ..loop import recomputing_switch
+from ..models import GenerativeModel
+from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
 from ..speculator import Speculator
 from ..verification import see_rows_alone
 
@@ -134,7 +127,10 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             "speculator= does not work while an activated LoRA (alora_invocation_tokens) is in effect: PEFT would "
             "leave it out for some of the tokens that are scored at once."
         )
-    if problem := _lost_text(model, config):
+    switch = recomputing_switch(model)
+    is_reached = switch is not None and (config.max_length is None or config.max_length > switch)
+    # Older versions drop the cache there, and continue with the last token alone.
+    if is_reached and (problem := too_old(f"{type(model).__name__} with more than {switch} tokens", "5.20")):
         raise UnsupportedRequestError(f"speculator= was given for a long text, but {problem}")
     past = cache.get_seq_length()
     if prompt_learning(model) and (problem := outdated_peft()):
@@ -150,18 +146,6 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             f"the prompt has {total} tokens but {CACHE_NAME} already holds {past}: pass the whole text with "
             "at least one new token, or only the new tokens with an attention mask for all."
         )
-
-
-def _lost_text(model: GenerativeModel, config: GenerationConfig) -> str:
-    """The reason why the model loses its text at a position that this request reaches; "" if it does not.
-
-    Older versions of transformers drop the cache of Phi-3 where RoPE changes, and continue with the last token alone.
-    """
-    switch = longrope_switch(model.config)
-    if switch is None or not has_own_method(model, "prepare_inputs_for_generation"):
-        return ""
-    is_reached = config.max_length is None or config.max_length > switch
-    return too_old(f"{type(model).__name__} with more than {switch} tokens", "5.20") if is_reached else ""
 
 
 def _own_methods(cache: Cache) -> list[str]:

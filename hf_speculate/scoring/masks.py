@@ -62,9 +62,7 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
     """
     decoder = config.get_text_config(decoder=True)
     types: dict[str, LayerType] = {}
-    for found, has_entries in _layers(decoder):
-        if not has_entries:
-            continue
+    for found in (layer for layer, has_entries in _layers(decoder) if has_entries):
         known = types.setdefault(found.name, found)
         if known.window != found.window:
             raise CacheStateError(
@@ -80,37 +78,28 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
 
 
 # Types of layers with a window, and where a config has its size.
-_WINDOWS = {
-    "sliding_attention": "sliding_window",
-    "hybrid_sliding": "sliding_window",
-    "reference_sliding_attention": "sliding_window",
-    "chunked_attention": "attention_chunk_size",
-}
+_BY_FIELD = ("sliding_attention", "chunked_attention")  # where the config names no types
+_SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
+_WINDOWS = {"chunked_attention": "attention_chunk_size", **dict.fromkeys(_SLIDING, "sliding_window")}
 
 
 def _layers(decoder: PreTrainedConfig) -> Iterator[tuple[LayerType, bool]]:
     """Each layer of a decoder, and whether the cache holds entries of its own for it.
 
-    A layer without entries has no attention, or it uses the entries of another layer, and that layer's mask. (This is
-    `get_layer_types_and_kwargs` of transformers, which has another result in every second version.)
+    A layer without entries has no attention, or it uses the entries of another layer, and that layer's mask.
     """
     configs: Sequence[Any] = getattr(decoder, "per_layer_config", None) or [decoder] * decoder.num_hidden_layers
-    names: Sequence[str] = getattr(decoder, "layer_types", None) or [_type_by_fields(config) for config in configs]
-    sharing = getattr(decoder, "kv_sharing_modes", None)
-    if sharing is None:
-        num_sharing = getattr(decoder, "num_kv_shared_layers", None) or 0
-        sharing = [None] * (len(names) - num_sharing) + ["reuse"] * num_sharing
+    names: Sequence[str] = getattr(decoder, "layer_types", None) or [
+        next((name for name in _BY_FIELD if getattr(config, _WINDOWS[name], None) is not None), "full_attention")
+        for config in configs
+    ]
+    num_sharing = getattr(decoder, "num_kv_shared_layers", None) or 0
+    by_number = [None] * (len(names) - num_sharing) + ["reuse"] * num_sharing
+    sharing = getattr(decoder, "kv_sharing_modes", None) or by_number
     for index, (name, config, mode) in enumerate(zip(names, configs, sharing, strict=True)):
         window = getattr(config, _WINDOWS[name]) if name in _WINDOWS else None
         layer = LayerType(name, index, window, is_chunked=name == "chunked_attention")
         yield layer, mode != "reuse" and name not in ("moe", "mlp")
-
-
-def _type_by_fields(config: Any) -> str:
-    """The type of a layer whose config does not name it."""
-    fields = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    given = (name for name, field in fields.items() if getattr(config, field, None) is not None)
-    return next(given, "full_attention")
 
 
 _known_types: WeakKeyDictionary[GenerativeModel, tuple[dict[str, Any], tuple[LayerType, ...]]] = WeakKeyDictionary()

@@ -185,7 +185,8 @@ class TestRawLast:
         handle.remove()
         expected = states[0][0] if isinstance(states[0], tuple) else states[0]
         shown = torch.cat(drafter.shown, dim=1)
-        torch.testing.assert_close(shown, expected.reshape(1, *expected.shape[-2:])[:, : shown.shape[1]])
+        expected = expected.reshape(1, *expected.shape[-2:])[:, : shown.shape[1]]
+        torch.testing.assert_close(shown, expected, atol=3e-5, rtol=1e-5)
         assert shown.shape[1] >= plain.shape[1] - 3  # nothing is drafted behind the end
 
     def test_of_a_model_that_hides_it(self, gpt2):

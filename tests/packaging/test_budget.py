@@ -9,12 +9,12 @@ from ..support.paths import REPOSITORY
 
 # Lines of Python, C++ and headers. The goal is a wheel of 45,000 lines, an engine of 13,500, and tests of 40,000.
 BUDGET = {
-    "hf_speculate": 16_440,
+    "hf_speculate": 16_380,
     "plugins/hf_speculate_gguf": 8_480,
     "plugins/hf_speculate_plugins": 12_230,
     "plugins/hf_speculate_tools": 5_850,
     "training/hf_speculate_training": 8_390,
-    "tests": 49_800,
+    "tests": 49_840,
 }
 SOURCES = (".py", ".cpp", ".h")
 

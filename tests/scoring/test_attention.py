@@ -108,9 +108,10 @@ def test_a_root_alone_needs_no_mask(dtype):
     zeros = torch.zeros(2, 1, 1, 301, dtype=dtype)
     error = (found - reference(shape, query, key, value, zeros)).abs().max().item()
     assert error <= TOLERANCE[dtype], f"off by {error:.1e}"
-    biased = {"position_bias": torch.randn(1, 14, 1, 301, dtype=dtype)}
-    expected = sdpa_attention_forward(layer(14, 2), query, key, value, zeros, **biased)[0]
-    assert torch.equal(grouped_sdpa(layer(14, 2), query, key, value, without, **biased)[0], expected)
+    if has_transformers("5.15"):  # older ones ignore it
+        biased = {"position_bias": torch.randn(1, 14, 1, 301, dtype=dtype)}
+        expected = sdpa_attention_forward(layer(14, 2), query, key, value, zeros, **biased)[0]
+        assert torch.equal(grouped_sdpa(layer(14, 2), query, key, value, without, **biased)[0], expected)
 
 
 def test_what_needs_more_than_a_mask_goes_through_stock():

@@ -13,7 +13,15 @@ def has_transformers(oldest: str) -> bool:
 
 
 def needs_transformers(oldest: str, why: str) -> pytest.MarkDecorator:
-    """Skips a test, or a module, with a transformers that is older."""
-    return pytest.mark.skipif(
-        not has_transformers(oldest), reason=f"transformers {installed_version()} < {oldest}: {why}"
-    )
+    """Skips a test, or a class of tests, with a transformers that is older."""
+    return pytest.mark.skipif(not has_transformers(oldest), reason=_reason(oldest, why))
+
+
+def skip_before(oldest: str, why: str) -> None:
+    """Skips the test that calls it with a transformers that is older."""
+    if not has_transformers(oldest):
+        pytest.skip(_reason(oldest, why))
+
+
+def _reason(oldest: str, why: str) -> str:
+    return f"transformers {installed_version()} < {oldest}: {why}"
