@@ -1,6 +1,6 @@
 """The versions of transformers that this package works with, and what differs between them.
 
-The face imports no transformers: nobody knows yet whether it is new enough. `stock` is imported by its path.
+The face imports no transformers, which may be too old. `stock` does, and is imported by its path.
 """
 
 from .versions import WORKING as WORKING
