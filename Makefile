@@ -8,7 +8,7 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
 
-.PHONY: demo smollm2 test test-rest test-all slow newest peers ecosystem scale stock-tests gpu lint fix docs bench \
+.PHONY: demo smollm2 test test-rest test-all slow newest versions peers ecosystem scale stock-tests gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean
 
 demo: $(DEMO) smollm2
@@ -51,6 +51,27 @@ $(NEWEST)/.installed: pyproject.toml
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install -q "$(TORCH)"
 	$(NEWEST)/bin/python -m pip install -q -e ".[dev]"
+	touch $@
+
+# The core with the oldest transformers, one of the middle, and the newest that the package was made with; then `newest`.
+# (pip complains of other packages, and old versions want other huggingface_hub and tokenizers: each has its environment.)
+VERSIONS := 5.10.4 5.17.0 5.24.0
+OF_VERSIONS := tests/generation tests/cache tests/verification tests/lossless tests/scoring tests/drafting tests/policy \
+	$(addprefix tests/plugins/,eagle medusa prompt_lookup draft_model)
+TEST_VERSIONS := $(addprefix test-versions-,$(VERSIONS) newest)
+
+.PHONY: $(TEST_VERSIONS)
+
+versions: $(TEST_VERSIONS)
+
+$(TEST_VERSIONS): test-versions-%: .venv-versions/%/.installed
+	.venv-versions/$*/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	.venv-versions/$*/bin/python -m pytest -q -n 2 --dist loadscope $(OF_VERSIONS)
+
+.venv-versions/%/.installed: pyproject.toml
+	test -x .venv-versions/$*/bin/python || $(PYTHON) -m venv .venv-versions/$*
+	.venv-versions/$*/bin/python -m pip install -q "$(TORCH)"
+	.venv-versions/$*/bin/python -m pip install -q -e ".[dev]" $(if $(filter newest,$*),--upgrade transformers,transformers==$*)
 	touch $@
 
 # The packages of others whose layouts we write, in an environment of their own (they want another transformers).
@@ -171,4 +192,4 @@ $(SETUP) .venv/.installed-demo: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv $(NEWEST) $(PEERS) $(ECOSYSTEM) $(SCALE) $(SDISTS) dist build site .pytest_cache .ruff_cache
+	rm -rf .venv $(NEWEST) .venv-versions $(PEERS) $(ECOSYSTEM) $(SCALE) $(SDISTS) dist build site .pytest_cache .ruff_cache

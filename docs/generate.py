@@ -52,7 +52,17 @@ WHOLE = {
     **dict.fromkeys(
         (
             f"hf_speculate.{name}"
-            for name in ("tree", "stats", "models", "files", "errors", "messages", "transfers", "compatibility")
+            for name in (
+                "tree",
+                "stats",
+                "models",
+                "files",
+                "errors",
+                "messages",
+                "transfers",
+                "compatibility",
+                "stock",
+            )
         ),
         "trees, values",
     ),

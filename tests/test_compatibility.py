@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from hf_speculate import compatibility
-from hf_speculate.compatibility import OLDEST, WORKING, check_version, explained
+from hf_speculate.compatibility import WORKING, check_feature, check_version, explained, too_old, versions
+from hf_speculate.compatibility.versions import OLDEST
 from hf_speculate.errors import IncompatibleTransformersError, SpeculateError
 
 from .support.paths import REPOSITORY
@@ -30,7 +30,7 @@ def last_line_of_a_failing_import(*before: str, **environment: str) -> str:
 @pytest.fixture
 def installed(monkeypatch):
     """Pretends that this version is installed."""
-    return lambda version: monkeypatch.setattr(compatibility, "installed_version", lambda: version)
+    return lambda version: monkeypatch.setattr(versions, "installed_version", lambda: version)
 
 
 def test_the_versions_are_those_of_pyproject():
@@ -41,7 +41,7 @@ def test_the_versions_are_those_of_pyproject():
 
 
 class TestVersion:
-    @pytest.mark.parametrize("version", ["4.57.3", "5.22.2", "5.23.0.dev0", None])
+    @pytest.mark.parametrize("version", ["4.57.3", "5.9.0", "5.10.0.dev0", None])
     def test_older_ones_and_none_are_refused(self, installed, version):
         installed(version)
         with pytest.raises(IncompatibleTransformersError) as caught:
@@ -50,7 +50,7 @@ class TestVersion:
         assert isinstance(caught.value, SpeculateError)
         assert isinstance(caught.value, ImportError)
 
-    @pytest.mark.parametrize("version", ["5.23.0", "5.23.1.dev0", "5.24.0", "6.0.0"])
+    @pytest.mark.parametrize("version", ["5.10.0", "5.10.1.dev0", "5.24.0", "6.0.0"])
     def test_newer_ones_are_judged_by_what_is_in_them(self, installed, version):
         installed(version)
         check_version()
@@ -66,14 +66,30 @@ class TestVersion:
         assert "but 4.57.3 is installed" in said
 
 
+class TestFeatures:
+    def test_what_an_old_version_lacks_is_named_with_the_version_that_has_it(self, installed):
+        installed("5.17.0")
+        with pytest.raises(IncompatibleTransformersError) as caught:
+            check_feature("a model in a GGUF file", "5.18")
+        assert str(caught.value) == (
+            "a model in a GGUF file needs transformers >= 5.18, but 5.17.0 is installed: pip install "
+            "'transformers>=5.18,<6'"
+        )
+
+    @pytest.mark.parametrize("version", ["5.18.0", "5.24.0", "6.0.0"])
+    def test_newer_ones_have_it(self, installed, version):
+        installed(version)
+        assert not too_old("a model in a GGUF file", "5.18")
+
+
 class TestMissingParts:
     @pytest.mark.rest
     def test_a_module_without_what_is_imported(self):
         said = last_line_of_a_failing_import(
-            "import transformers.cache_utils", "del transformers.cache_utils.DummyLayer"
+            "import transformers.cache_utils", "del transformers.cache_utils.DynamicLayer"
         )
         assert "IncompatibleTransformersError" in said
-        assert "does not fit (cannot import name 'DummyLayer' from 'transformers.cache_utils'" in said
+        assert "does not fit (cannot import name 'DynamicLayer' from 'transformers.cache_utils'" in said
         assert f"pip install 'transformers{WORKING}'" in said
 
     def test_a_module_without_an_attribute(self):

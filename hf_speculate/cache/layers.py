@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from ..compatibility.stock import CROPS_TO_ZERO
+
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -190,9 +192,14 @@ class PreallocatedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length if self.is_initialized else 0
 
+    def reset(self) -> None:
+        """Drops all entries, as newer versions of transformers do. Older ones overwrite them with zeros."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` entries, by stock's contract."""
-        if tokens_to_remove > 0:
+        if tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_ZERO):
             return super().crop(tokens_to_remove)
         self.length = max(self.length + tokens_to_remove, 0)
 

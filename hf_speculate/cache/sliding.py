@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..compatibility.stock import CROPS_TO_ZERO
 from .layers import GROWTH, MIN_CAPACITY, PreallocatedLayer
 
 
@@ -29,6 +30,8 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
             entries from there on are kept and returned. None: the window moves with every append, as in stock.
     """
 
+    record_past = False  # versions of transformers before 5.14 record nothing
+
     def __init__(self, sliding_window: int, **kwargs):
         self._origins = {"keys": 0, "values": 0}  # index of the first entry of each buffer
         self.first: int = 0
@@ -40,7 +43,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
         """Takes over the states of a stock layer. They are copied at the next append, never written."""
         assert isinstance(layer, DynamicSlidingWindowLayer)
         new = cls(layer.sliding_window)
-        new.record_past = layer.record_past
+        new.record_past = getattr(layer, "record_past", False)
         if layer.is_initialized and layer.keys is not None:
             new.dtype, new.device = layer.keys.dtype, layer.keys.device
             new.is_initialized = True
@@ -155,7 +158,7 @@ class SlidingLayer(PreallocatedLayer, DynamicSlidingWindowLayer):  # pyright: ig
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` entries. Unlike stock, this needs no past recording while they are
         kept."""
-        if tokens_to_remove > 0:
+        if tokens_to_remove > 0 or (tokens_to_remove == 0 and CROPS_TO_ZERO):
             return DynamicSlidingWindowLayer.crop(self, tokens_to_remove)
         length = max(self.length + tokens_to_remove, 0)
         if length < self.shortest_length:

@@ -7,22 +7,19 @@ assignment of `lengths` commits; until then the old state is intact.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticCache,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..compatibility.stock import PLACEHOLDER_LAYERS
 from ..errors import CacheStateError
 from ..transfers import to_device
 from .layers import MIN_CAPACITY, PreallocatedLayer
@@ -40,8 +37,7 @@ _OURS: dict[type, type[PreallocatedLayer]] = {
     DynamicLayer: PreallocatedLayer,
     DynamicSlidingWindowLayer: SlidingLayer,
 }
-# `DummyLayer`s use the entries of another layer and hold none.
-INDEXABLE = (*_OURS, *_OURS.values(), DummyLayer)
+INDEXABLE = (*_OURS, *_OURS.values(), *PLACEHOLDER_LAYERS)
 
 
 def is_indexable(cache: Cache) -> bool:
@@ -274,20 +270,3 @@ class TreeCache:
         for layer in self.cache.layers:
             if isinstance(layer, PreallocatedLayer) and layer.is_initialized:
                 yield layer
-
-
-OLD_CACHE_NAME = "past_key_values"
-"""Name of the cache argument up to transformers 5.23; newer versions take it with a warning."""
-
-CACHE_NAME = "cache" if "cache" in {field.name for field in fields(GenerateDecoderOnlyOutput)} else OLD_CACHE_NAME
-"""Name of the cache argument in the installed transformers."""
-
-
-def cache_of(output: Any) -> Any:
-    """The cache in the output of a forward or of `generate`."""
-    return getattr(output, CACHE_NAME)
-
-
-def as_cache(cache: Cache | None) -> dict[str, Any]:
-    """The keyword argument that passes a cache to a forward."""
-    return {CACHE_NAME: cache}

@@ -93,6 +93,8 @@ class StaticLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self._buffers[0].shape[2]
 
+    get_max_cache_shape = get_max_length  # its name before transformers 5.14
+
 
 def static_cache(stacks: Stacks, slots: Tensor) -> Cache:
     """A cache of static layers over stacked buffers, for one forward."""

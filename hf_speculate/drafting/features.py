@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..compatibility.stock import states_option
 from ..errors import DrafterError, UnsupportedRequestError
 from ..models import GenerativeModel
 from ..transfers import to_device
@@ -72,10 +73,10 @@ class FeatureTaps:
         self._hook: RemovableHandle | None = None
 
     @property
-    def forward_kwargs(self) -> dict[str, list[int]]:
+    def forward_kwargs(self) -> dict[str, list[int] | range]:
         """Arguments that the target's forward needs."""
         indices = [layer for layer in self.layers if layer != RAW_LAST]
-        return {"output_hidden_states": indices} if indices else {}
+        return {"output_hidden_states": states_option(indices)} if indices else {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:

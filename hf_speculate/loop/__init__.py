@@ -13,6 +13,7 @@ from .loop import decode as decode
 from .meter import Meter as Meter
 from .prompt import Prompt as Prompt
 from .recomputing import follow_recomputing as follow_recomputing
+from .recomputing import recomputing_switch as recomputing_switch
 from .rows import Rows as Rows
 from .stock_step import TOKEN_KWARGS as TOKEN_KWARGS
 from .stock_step import StockStep as StockStep

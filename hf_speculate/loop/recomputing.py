@@ -14,10 +14,14 @@ from ..scoring import Forward, Nodes, Scorer, longrope_switch
 from .stock_step import StockStep
 
 
+def recomputing_switch(model: GenerativeModel) -> int | None:
+    """Number of cache entries at which `model` may drop its cache; None if it never does."""
+    return longrope_switch(model.config) if has_own_method(model, "prepare_inputs_for_generation") else None
+
+
 def follow_recomputing(scorer: Scorer, model: GenerativeModel, step: StockStep) -> Scorer:
     """The scorer, changed to make stock's step where `model` may drop its cache."""
-    switch = longrope_switch(model.config)
-    if switch is not None and has_own_method(model, "prepare_inputs_for_generation"):
+    if (switch := recomputing_switch(model)) is not None:
         scorer.forward = RecomputingForward(scorer.forward, switch, step)
     return scorer
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..cache import CACHE_NAME, as_cache
+from ..compatibility.stock import PROMPT_INPUTS
 from ..errors import PromptError
 from ..models import GenerativeModel
 from ..verification import Sequences
@@ -30,7 +30,7 @@ OWN_KWARGS = (
     "output_attentions",
     "output_hidden_states",
     *TOKEN_KWARGS,
-    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+    *PROMPT_INPUTS,
 )
 
 
@@ -63,7 +63,7 @@ class StockStep:
             PromptError: the model changes these arguments, perhaps at every step.
         """
         given = {name: v for name, v in self._kwargs.items() if v is not None and name not in OWN_KWARGS}
-        more = [name for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL if self._kwargs.get(name) is not None]
+        more = [name for name in PROMPT_INPUTS if self._kwargs.get(name) is not None]
         if not (given or more):
             return {}
         prompt = self._sequences.prompt

@@ -9,11 +9,14 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache import CACHE_NAME, reserving
+from ..compatibility import too_old
+from ..compatibility.stock import has_checkpointing
 from ..errors import UnsupportedRequestError
+from ..loop import recomputing_switch
 from ..models import GenerativeModel
 from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
 from ..speculator import Speculator
@@ -39,7 +42,7 @@ def check_model(model: GenerativeModel) -> None:
         raise UnsupportedRequestError(
             f"{name} has a decoding method of its own (`_sample`), which a speculator cannot replace."
         )
-    if model.training and getattr(model, "is_activation_checkpointing", False):
+    if model.training and has_checkpointing(model):
         raise UnsupportedRequestError(
             f"{name} is in training mode with gradient checkpointing, which leaves the KV cache out: call eval()."
         )
@@ -83,6 +86,8 @@ def with_our_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dic
     cache = kwargs.get(CACHE_NAME)
     if config.cache_implementation != "static" or not isinstance(cache, StaticCache):
         return kwargs
+    if vars(model).get("_cache") is cache:  # older versions reuse it, and fail if nothing was written to it
+        del model._cache
     return {**kwargs, CACHE_NAME: reserving(cache, model.config.get_text_config(decoder=True))}
 
 
@@ -96,7 +101,7 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache, but {type(model).__name__} has {type(cache).__name__}."
         )
-    if cache.layers and all(cache.is_linear):
+    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache with attention layers, but {type(model).__name__} keeps recurrent "
             "states alone."
@@ -122,6 +127,11 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             "speculator= does not work while an activated LoRA (alora_invocation_tokens) is in effect: PEFT would "
             "leave it out for some of the tokens that are scored at once."
         )
+    switch = recomputing_switch(model)
+    is_reached = switch is not None and (config.max_length is None or config.max_length > switch)
+    # Older versions drop the cache there, and continue with the last token alone.
+    if is_reached and (problem := too_old(f"{type(model).__name__} with more than {switch} tokens", "5.20")):
+        raise UnsupportedRequestError(f"speculator= was given for a long text, but {problem}")
     past = cache.get_seq_length()
     if prompt_learning(model) and (problem := outdated_peft()):
         raise UnsupportedRequestError(f"speculator= does not work with this prompt-learning adapter: {problem}.")

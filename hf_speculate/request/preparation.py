@@ -127,7 +127,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
     return DraftRequest(
         target=call.model,
         input_ids=call.input_ids,
-        attention_mask=call.model_kwargs.get("attention_mask"),
+        attention_mask=call.text_mask,
         known_from=_known_from(speculator, call),
         do_sample=bool(call.config.do_sample),
         max_new_tokens=None if max_length is None else max_length - call.input_ids.shape[1],

@@ -69,9 +69,15 @@ class SampleCall:
         return 0 if adapter is None else adapter.num_virtual_tokens
 
     @cached_property
+    def text_mask(self) -> Tensor | None:
+        """[B, T] over the text, virtual tokens apart; None when all ones. (Newer transformers drop such a mask.)"""
+        mask = self.model_kwargs.get("attention_mask")
+        return None if mask is None or bool((mask == 1).all()) else mask
+
+    @property
     def attention_mask(self) -> Tensor | None:
         """[B, M] over all cache entries of the prompt; None when all ones."""
-        mask = self.model_kwargs.get("attention_mask")
+        mask = self.text_mask
         return functional.pad(mask, (self.num_virtual, 0), value=1) if mask is not None and self.num_virtual else mask
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import CacheStateError
 from ..models import GenerativeModel
@@ -62,18 +61,13 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
         CacheStateError: layers differ in a way that one mask for each layer type cannot express.
     """
     decoder = config.get_text_config(decoder=True)
-    names, options = get_layer_types_and_kwargs(decoder)
-    mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
     types: dict[str, LayerType] = {}
-    for index, (name, mask_name, option) in enumerate(zip(names, mask_names, options, strict=True)):
-        if name == "dummy":  # it uses the states of another layer, and that layer's mask
-            continue
-        found = LayerType(mask_name, index, option.get("sliding_window"), is_chunked=name == "chunked_attention")
-        known = types.setdefault(mask_name, found)
+    for found in (layer for layer, has_entries in _layers(decoder) if has_entries):
+        known = types.setdefault(found.name, found)
         if known.window != found.window:
             raise CacheStateError(
-                f"layers {known.layer_index} and {index} are both {mask_name!r}, with windows of {known.window} and "
-                f"{found.window}: a model takes one mask for each layer type."
+                f"layers {known.layer_index} and {found.layer_index} are both {found.name!r}, with windows of "
+                f"{known.window} and {found.window}: a model takes one mask for each layer type."
             )
     if len(types) > 1 and getattr(decoder, "layer_types", None) is None:
         raise CacheStateError(f"layers of types {sorted(types)} without `layer_types` in the config.")
@@ -81,6 +75,31 @@ def layer_types(config: PreTrainedConfig) -> tuple[LayerType, ...]:
         (only,) = types.values()
         return (LayerType("", only.layer_index, only.window, only.is_chunked),)
     return tuple(types.values())
+
+
+# Types of layers with a window, and where a config has its size.
+_BY_FIELD = ("sliding_attention", "chunked_attention")  # where the config names no types
+_SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
+_WINDOWS = {"chunked_attention": "attention_chunk_size", **dict.fromkeys(_SLIDING, "sliding_window")}
+
+
+def _layers(decoder: PreTrainedConfig) -> Iterator[tuple[LayerType, bool]]:
+    """Each layer of a decoder, and whether the cache holds entries of its own for it.
+
+    A layer without entries has no attention, or it uses the entries of another layer, and that layer's mask.
+    """
+    configs: Sequence[Any] = getattr(decoder, "per_layer_config", None) or [decoder] * decoder.num_hidden_layers
+    names: Sequence[str] = getattr(decoder, "layer_types", None) or [
+        next((name for name in _BY_FIELD if getattr(config, _WINDOWS[name], None) is not None), "full_attention")
+        for config in configs
+    ]
+    num_sharing = getattr(decoder, "num_kv_shared_layers", None) or 0
+    by_number = [None] * (len(names) - num_sharing) + ["reuse"] * num_sharing
+    sharing = getattr(decoder, "kv_sharing_modes", None) or by_number
+    for index, (name, config, mode) in enumerate(zip(names, configs, sharing, strict=True)):
+        window = getattr(config, _WINDOWS[name]) if name in _WINDOWS else None
+        layer = LayerType(name, index, window, is_chunked=name == "chunked_attention")
+        yield layer, mode != "reuse" and name not in ("moe", "mlp")
 
 
 _known_types: WeakKeyDictionary[GenerativeModel, tuple[dict[str, Any], tuple[LayerType, ...]]] = WeakKeyDictionary()
@@ -98,13 +117,9 @@ def layer_types_of(model: GenerativeModel) -> tuple[LayerType, ...]:
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """Number of entries that a token sees in every layer of a decoder, itself included; None for all."""
     decoder = config.get_text_config(decoder=True)
-    names, options = get_layer_types_and_kwargs(decoder)
-    mask_names: Sequence[str] = getattr(decoder, "layer_types", None) or names
-    of_type = {kind.name or mask_names[kind.layer_index]: kind.window for kind in layer_types(config)}
-    return [
-        of_type.get(mask_name) if name == "dummy" else option.get("sliding_window")
-        for name, mask_name, option in zip(names, mask_names, options, strict=True)
-    ]
+    layers = list(_layers(decoder))
+    of_type = {layers[kind.layer_index][0].name: kind.window for kind in layer_types(config)}
+    return [layer.window if has_entries else of_type.get(layer.name) for layer, has_entries in layers]
 
 
 def prompt_starts(prompt_mask: Tensor | None, num_rows: int) -> list[int] | None:

@@ -14,15 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
 
 from ..cache import INDEXABLE, TreeCache, as_cache
+from ..compatibility.stock import RECURRENT_LAYERS, SLIDING_RECURRENT_LAYERS
 from ..errors import CacheStateError
 from ..models import GenerativeModel
 from ..transfers import to_device
@@ -33,19 +28,13 @@ from .support import Shape, supported_shape
 # Most accepted tokens to run again with the next chain; more run alone, once.
 MAX_RERUN = 16
 
-_RECURRENT = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
-
 
 def has_recurrent_layers(cache: Cache) -> bool:
     """Whether `cache` has recurrent and attention layers, all of kinds whose states can be put back."""
     layers = cache.layers
-    known = all(type(layer) in (*INDEXABLE, *_RECURRENT) for layer in layers)
+    known = all(type(layer) in (*INDEXABLE, *RECURRENT_LAYERS) for layer in layers)
     has_attention = any(isinstance(layer, CacheLayerMixin) for layer in layers)
-    return known and has_attention and not cache.offloading and any(type(layer) in _RECURRENT for layer in layers)
+    return known and has_attention and not cache.offloading and any(type(layer) in RECURRENT_LAYERS for layer in layers)
 
 
 @dataclass
@@ -65,7 +54,7 @@ class _LayerStates:
             for index, state in getattr(layer, kind).items()
         }
         attention = None
-        if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
+        if isinstance(layer, SLIDING_RECURRENT_LAYERS):
             attention = layer.keys, layer.values, layer.cumulative_length
         return cls(states, dict(layer.has_previous_state), attention)
 
@@ -101,7 +90,7 @@ class RecurrentCache(TreeCache):
 
     def __init__(self, cache: Cache, batch_size: int):
         super().__init__(cache, batch_size)
-        self._recurrent = [layer for layer in cache.layers if type(layer) in _RECURRENT]
+        self._recurrent = [layer for layer in cache.layers if type(layer) in RECURRENT_LAYERS]
         self.state_length = self.append_index
         self.rerun = torch.empty(batch_size, 0, dtype=torch.long)
         self.is_current = False  # until the prompt is committed an interruption restores the old states

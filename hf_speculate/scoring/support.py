@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 import transformers
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..cache import is_indexable
+from ..compatibility import too_old
 from ..errors import CacheStateError
 from ..models import GenerativeModel
 from .masks import layer_types_of
@@ -25,6 +26,10 @@ Shape = Literal["tree", "chain", "single"]
 def supported_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
     """The widest draft that `model` can score with `cache`, and why it is not wider ("" for trees)."""
     if not is_indexable(cache):
+        if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers) and (
+            problem := too_old("drafting for recurrent layers", "5.14")
+        ):
+            return "single", problem
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         return "single", f"cache layers {kinds} cannot be indexed: no drafts"
     try:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 from transformers.generation.logits_process import LogitsProcessorList
 
+from ..compatibility.stock import PENALISES_EVERY_ROW
 from .nucleus import top_p
 
 
@@ -50,11 +51,15 @@ _SEE_PREFIX = (
     lp.ForcedEOSTokenLogitsProcessor,
     lp.SuppressTokensAtBeginLogitsProcessor,
     lp.ExponentialDecayLengthPenalty,
-    lp.EncoderRepetitionPenaltyLogitsProcessor,
+    *((lp.EncoderRepetitionPenaltyLogitsProcessor,) if PENALISES_EVERY_ROW else ()),
     lp.EncoderNoRepeatNGramLogitsProcessor,
 )
 # They see only a row's prefix, but are too slow to call for nodes that are never visited.
-_SEE_PREFIX_AT_A_PRICE = (lp.PrefixConstrainedLogitsProcessor, lp.WatermarkLogitsProcessor)
+_SEE_PREFIX_AT_A_PRICE = (
+    lp.PrefixConstrainedLogitsProcessor,
+    lp.WatermarkLogitsProcessor,
+    lp.EncoderRepetitionPenaltyLogitsProcessor,  # older versions cannot score several nodes of one prompt
+)
 _KNOWN = (*_SEE_SCORES, *_SEE_PREFIX, *_SEE_PREFIX_AT_A_PRICE)
 # The known processors that hold something for every row of the batch.
 _KNOW_THE_BATCH = (
@@ -155,8 +160,8 @@ def _processor_of_row(processor: Any, row: int, batch_size: int) -> Any:
         # `generate` sets the left padding of every row; for one row it is an int.
         alone.prompt_ignore_length = int(processor.prompt_ignore_length[row])
     elif kind is lp.EncoderRepetitionPenaltyLogitsProcessor:
-        # With `num_return_sequences` several rows share a prompt.
-        prompt = row * len(processor.encoder_input_ids) // batch_size
+        # With `num_return_sequences` several rows share a prompt, or rows beyond the prompts have none.
+        prompt = row * len(processor.encoder_input_ids) // batch_size if PENALISES_EVERY_ROW else row
         alone.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
     elif kind is lp.EncoderNoRepeatNGramLogitsProcessor:
         prompt = row * len(processor.generated_ngrams) // batch_size

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 from transformers.initialization import no_init_weights
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
-from transformers.utils.quantization_config import GgufConfig
 
+from hf_speculate.compatibility import check_feature
 from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
@@ -131,6 +131,7 @@ def build_model(
     attn_implementation: str | None = None,
 ) -> GenerativeModel:
     """Builds the model of a plan, matrix by matrix. Without a backend, matrices in blocks are dequantised."""
+    check_feature("a model in a GGUF file", "5.18")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, **options)
@@ -333,6 +334,8 @@ class PackedGgufQuantizer(HfQuantizer):
     requires_calibration = False
 
     def __init__(self):
+        from transformers.utils.quantization_config import GgufConfig  # `build_model` has checked that it is there
+
         super().__init__(GgufConfig())
 
     def is_serializable(self) -> bool:  # type: ignore[override]

@@ -13,10 +13,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
-from hf_speculate.errors import CheckpointError
+from hf_speculate.compatibility import check_feature
+from hf_speculate.errors import CheckpointError, IncompatibleTransformersError
 from hf_speculate.messages import get_logger
 
 from .metadata import Metadata, check_vocabulary, token_id
@@ -156,6 +156,8 @@ def read_tokenizer(file: GgufFile, vocab_size: int | None = None) -> PreTrainedT
         raise CheckpointError(f"{file.path!r} has a tokenizer of {num_tokens} tokens, but embeddings of {vocab_size}.")
     try:
         tokenizer = _build(reader)
+    except IncompatibleTransformersError:
+        raise
     # Its parts are checked. If they do not fit together, transformers and tokenizers raise many things; one of them, a
     # panic in Rust, is not an Exception.
     except BaseException as error:
@@ -181,6 +183,9 @@ def _build(reader: Metadata) -> PreTrainedTokenizerBase:
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(reader), True
     else:
+        check_feature(f"the tokenizer {kind!r} of a GGUF file", "5.18")
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
         architecture, description, options = get_gguf_tokenizer(reader.file.path)
         backend, _ = convert_gguf_tokenizer(architecture, description)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **options)

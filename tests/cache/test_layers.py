@@ -15,9 +15,11 @@ from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.cache.layers import PreallocatedLayer
 from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache, is_indexable
+from hf_speculate.compatibility.stock import CROPS_TO_ZERO
 from hf_speculate.errors import CacheStateError
 
-from ..support.layers import HEAD_DIM, HEADS, assert_updates_equal, change_rows, states
+from ..support.layers import HEAD_DIM, HEADS, assert_updates_equal, change_rows, reset_both, states
+from ..support.versions import skip_before
 
 
 def assert_layers_equal(ours, stock):
@@ -50,9 +52,13 @@ class TestLayer:
                 assert_updates_equal(ours, stock, batch_size, length)
             elif operation == "crop":
                 count = choose.choice([0, 1, 2, 5, 10_000])
-                ours.crop(-count), stock.crop(-count)
+                if CROPS_TO_ZERO:  # then stock keeps some if more are dropped than there are
+                    count = min(count, stock.get_seq_length())
+                ours.crop(-count)
+                if stock.is_initialized:  # older versions cannot crop before
+                    stock.crop(-count)
             elif operation == "reset":
-                ours.reset(), stock.reset()
+                stock = reset_both(ours, stock)
             elif operation == "copy":
                 ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
             elif operation == "pickle":
@@ -61,7 +67,7 @@ class TestLayer:
                 batch_size = change_rows(operation, ours, stock, batch_size, choose)
             if stock.get_seq_length() == 0:
                 batch_size = 2
-                ours.reset(), stock.reset()  # stock cannot change the batch size of an emptied layer
+                stock = reset_both(ours, stock)  # stock cannot change the batch size of an emptied layer
             assert_layers_equal(ours, stock)
 
     def test_states_made_under_inference_mode_are_never_written_outside_it(self):
@@ -77,7 +83,7 @@ class TestLayer:
 
     @pytest.mark.parametrize(
         ("ours", "stock"),
-        [(PreallocatedLayer(), DynamicLayer()), (SlidingLayer(16), DynamicSlidingWindowLayer(16))],
+        [(PreallocatedLayer(), DynamicLayer()), (SlidingLayer(16), DynamicSlidingWindowLayer(sliding_window=16))],
         ids=["full", "sliding"],
     )
     def test_with_gradients_it_does_as_stock_does(self, ours, stock):
@@ -254,6 +260,8 @@ class TestStockGenerate:
 
     @pytest.mark.parametrize("request_name", REQUESTS)
     def test_text_and_cache_are_the_same(self, tiny_model, prompt, request_name):
+        if request_name == "stock prompt lookup":
+            skip_before("5.15", "stock's prompt lookup fails without an EOS")
         model, ids, outputs = tiny_model("qwen2"), prompt(16), []
         for cache in ours_and_stock():
             torch.manual_seed(0)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig
+from transformers import DynamicCache, MistralConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_speculate import Speculator
@@ -16,12 +16,12 @@ from hf_speculate.cache import as_cache
 from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
-from hf_speculate.scoring import masks
 from hf_speculate.scoring.masks import LayerType, layer_types, layer_types_of
 from hf_speculate.testing import ScriptedDrafter
 
-from ..support.layers import assert_updates_equal, change_rows, states
+from ..support.layers import assert_updates_equal, change_rows, reset_both, states
 from ..support.models import build_tiny_model
+from ..support.versions import needs_transformers
 
 
 WINDOW, VOCAB_SIZE = 8, 96
@@ -43,7 +43,7 @@ class TestLayer:
     @pytest.mark.parametrize("seed", range(12))
     def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
         choose = random.Random(seed)
-        ours, stock, batch_size = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW), 2
+        ours, stock, batch_size = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(sliding_window=WINDOW), 2
         for _ in range(60):
             operation = choose.choice(self.OPERATIONS)
             if operation.startswith("append"):
@@ -51,7 +51,7 @@ class TestLayer:
                 length = 150 if operation == "append many" else choose.randint(1, 12)
                 assert_updates_equal(ours, stock, batch_size, length)
             elif operation == "reset" and choose.random() < 0.3:
-                ours.reset(), stock.reset()
+                stock = reset_both(ours, stock)
                 batch_size = 2
             elif operation == "copy":
                 ours, stock = copy.deepcopy(ours), copy.deepcopy(stock)
@@ -61,10 +61,11 @@ class TestLayer:
                 batch_size = change_rows(operation, ours, stock, batch_size, choose)
             assert_layers_equal(ours, stock)
 
+    @needs_transformers("5.14", "layers do not record the past")
     @pytest.mark.parametrize("seed", range(6))
     def test_past_recording_and_crop_are_stocks(self, seed):
         choose = random.Random(seed)
-        ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(WINDOW)
+        ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(sliding_window=WINDOW)
         for layer in (ours, stock):
             layer.activate_past_recording()
         for _ in range(40):
@@ -181,10 +182,11 @@ class TestTreeCache:
 
 class TestLayerTypes:
     def test_windows_that_differ_within_a_type_are_refused(self, monkeypatch):
-        kinds = ["sliding_attention"] * 2, [{"sliding_window": 8}, {"sliding_window": 16}]
-        monkeypatch.setattr(masks, "get_layer_types_and_kwargs", lambda config: kinds)
+        config = MistralConfig(num_hidden_layers=2)
+        layers = [MistralConfig(sliding_window=window) for window in (8, 16)]
+        monkeypatch.setattr(MistralConfig, "per_layer_config", layers, raising=False)
         with pytest.raises(CacheStateError, match="windows of 8 and 16"):
-            layer_types(LlamaConfig(num_hidden_layers=2))
+            layer_types(config)
 
     def test_a_config_that_has_changed_is_read_again(self, tiny_model):
         model = copy.copy(tiny_model("mistral"))

@@ -11,13 +11,17 @@ from transformers import DynamicCache, LogitsProcessor, Phi3Config, Phi3ForCausa
 
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
+from hf_speculate.compatibility import versions
+from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 
 from ..support.inputs import padded_batch, random_prompt
 from ..support.models import SIZES, VOCAB_SIZE, random_model
 from ..support.tiers import quick
+from ..support.versions import needs_transformers
 
 
+LOSES_NOTHING = needs_transformers("5.20", "Phi-3 loses its text where RoPE changes")
 BORDER = 32
 """Positions with the short factors."""
 
@@ -112,6 +116,7 @@ def assert_same_cache(mine, theirs):
 TARGETS = [("phi3", "sdpa"), ("phi3", "eager"), ("phi3 windows", "sdpa"), ("phimoe", "eager")]
 
 
+@LOSES_NOTHING
 @pytest.mark.parametrize("kind", quick(TARGETS, ("phi3", "eager"), ("phi3 windows", "sdpa")), ids="-".join)
 class TestText:
     @pytest.mark.parametrize("length", quick([24, 31, 32, 33, 40], 24, 33))
@@ -143,6 +148,7 @@ class TestText:
             assert torch.equal(ours[1], plain[1]), kind
 
 
+@LOSES_NOTHING
 class TestSpeed:
     @pytest.mark.parametrize("name", MODELS)
     def test_drafts_are_accepted_on_both_sides_and_the_text_is_run_anew_once(self, name, widths):
@@ -160,6 +166,7 @@ class TestSpeed:
         assert speculator.stats.target_forwards == len(rounds)
 
 
+@LOSES_NOTHING
 @pytest.mark.parametrize("name", quick(MODELS, "phi3 windows"))
 @pytest.mark.parametrize("lengths", [(28,), (30, 22, 26)])
 class TestOutputs:
@@ -193,6 +200,15 @@ class TestOutputs:
             assert_same_cache(mine, theirs)
 
 
+def test_long_texts_are_refused_where_transformers_loses_them(monkeypatch):
+    model, speculator = build(), Speculator(EmptyDrafter())
+    monkeypatch.setattr(versions, "installed_version", lambda: "5.19.0")
+    said = "Phi3ForCausalLM with more than 32 tokens needs transformers >= 5.20, but 5.19.0 is installed"
+    with pytest.raises(UnsupportedRequestError, match=said):
+        run(model, single(20), speculator, max_new_tokens=13)
+    assert run(model, single(20), speculator, max_new_tokens=12)[0].shape == (1, 32)
+
+
 class Boom(Exception):
     pass
 
@@ -207,6 +223,7 @@ class Raising(LogitsProcessor):
         return scores
 
 
+@LOSES_NOTHING
 class TestInterruptions:
     @pytest.mark.parametrize("length", [29, 31, 32, 33, 34, 36])
     @pytest.mark.parametrize("name", ["phi3", "phi3 windows"])

@@ -38,11 +38,14 @@ def gpt2():
 @pytest.mark.filterwarnings("error::FutureWarning")
 class TestTraining:
     def test_gradient_checkpointing_leaves_the_cache_out(self, model):
-        model.activation_checkpointing_enable()
+        # its name before transformers 5.23
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
         model.train()
         assert_steps_aside(model, "gradient checkpointing", lambda: {"input_ids": random_prompt(9)})
         assert assert_as_plain(model.eval(), input_ids=random_prompt(9)).accepted_tokens > 0
-        model.activation_checkpointing_disable()
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()
         assert assert_as_plain(model.train(), input_ids=random_prompt(9)).accepted_tokens > 0
 
     def test_the_way_past_no_grad_is_that_of_transformers(self, model):
@@ -182,7 +185,8 @@ class TestRawLast:
         handle.remove()
         expected = states[0][0] if isinstance(states[0], tuple) else states[0]
         shown = torch.cat(drafter.shown, dim=1)
-        torch.testing.assert_close(shown, expected.reshape(1, *expected.shape[-2:])[:, : shown.shape[1]])
+        expected = expected.reshape(1, *expected.shape[-2:])[:, : shown.shape[1]]
+        torch.testing.assert_close(shown, expected, atol=3e-5, rtol=1e-5)
         assert shown.shape[1] >= plain.shape[1] - 3  # nothing is drafted behind the end
 
     def test_of_a_model_that_hides_it(self, gpt2):

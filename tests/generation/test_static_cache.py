@@ -17,6 +17,7 @@ from hf_speculate.testing import ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
 from ..support.requests import BATCH, run
+from ..support.versions import has_transformers
 
 
 STATIC = {"cache_implementation": "static"}
@@ -67,6 +68,8 @@ def test_memory_is_reserved_once(tiny_model, prompt, allocated):
     # Keys and values of two layers. The last token is never in the cache.
     assert allocated == [211 + MIN_CAPACITY] * 4
     allocated.clear()
+    if not has_transformers("5.15"):
+        return  # `max_cache_len` is no option yet
     longer = GenerationConfig(**STATIC, max_new_tokens=200, do_sample=False, max_cache_len=230, pad_token_id=0)
     model.generate(prompt(12), generation_config=longer, speculator=speculator)
     assert set(allocated) == {230 + MIN_CAPACITY}

@@ -9,6 +9,7 @@ import pytest
 from transformers import AttentionInterface, GenerationMixin
 
 import hf_speculate
+from hf_speculate.compatibility import WORKING
 from hf_speculate.errors import IncompatibleTransformersError
 from hf_speculate.request import bridge
 from hf_speculate.request.upstream import check_transformers
@@ -66,7 +67,7 @@ def test_what_changed_is_named_and_nothing_is_wrapped(stock, case):
     before, attention = dict(vars(GenerationMixin)), AttentionInterface._global_mapping["sdpa"]
     with pytest.raises(IncompatibleTransformersError, match=message) as caught:
         hf_speculate.install()
-    assert "works with transformers >=5.23,<6, but 5." in str(caught.value)
+    assert f"works with transformers {WORKING}, but 5." in str(caught.value)
     assert dict(vars(GenerationMixin)) == before
     assert AttentionInterface._global_mapping["sdpa"] is attention
     assert not bridge._originals

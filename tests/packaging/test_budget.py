@@ -9,12 +9,12 @@ from ..support.paths import REPOSITORY
 
 # Lines of Python, C++ and headers. The goal is a wheel of 45,000 lines, an engine of 13,500, and tests of 40,000.
 BUDGET = {
-    "hf_speculate": 16_280,
-    "plugins/hf_speculate_gguf": 8_460,
+    "hf_speculate": 16_400,
+    "plugins/hf_speculate_gguf": 8_480,
     "plugins/hf_speculate_plugins": 13_560,
     "plugins/hf_speculate_tools": 5_910,
     "training/hf_speculate_training": 8_510,
-    "tests": 50_680,
+    "tests": 50_820,
 }
 SOURCES = (".py", ".cpp", ".h")
 

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 HEADS, HEAD_DIM = 2, 4
@@ -22,6 +23,17 @@ def assert_updates_equal(ours: Any, stock: Any, batch_size: int, length: int) ->
     new = states(batch_size, length)
     returned, expected = ours.update(*new), stock.update(*new)
     assert all(torch.equal(a, b) for a, b in zip(returned, expected, strict=True))
+
+
+def reset_both(ours: Any, stock: Any) -> Any:
+    """Drops all entries; returns stock's layer: a new one where its `reset` overwrites entries with zeros."""
+    ours.reset()
+    if "reset" in vars(DynamicLayer):
+        stock.reset()
+        return stock
+    if isinstance(stock, DynamicSlidingWindowLayer):
+        return DynamicSlidingWindowLayer(sliding_window=stock.sliding_window)
+    return DynamicLayer()
 
 
 def change_rows(operation: str, ours: Any, stock: Any, batch_size: int, choose: random.Random) -> int:

@@ -25,6 +25,8 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .versions import skip_before
+
 
 VOCAB_SIZE = 96
 # Logits of a random model must differ clearly, or every step is a near tie: larger than the usual 0.02.
@@ -99,6 +101,7 @@ def build_tiny_opt(num_positions: int = 64, seed: int = 0):
 
 def build_tiny_lfm2():
     """Short convolutions, whose states are recurrent, and attention."""
+    skip_before("5.14", "recurrent layers take no drafts")
     kinds = ["conv", "full_attention"] * 2
     return random_model(Lfm2ForCausalLM, Lfm2Config(**SIZES, num_hidden_layers=4, layer_types=kinds))
 

@@ -14,6 +14,8 @@ import torch
 from hf_speculate.errors import SpeculateError
 from hf_speculate_gguf.native.formats import DENSE_TYPES, FORMATS
 
+from .versions import skip_before
+
 
 # Where a block has its scale, where its offset, and which offset (in scales) puts the mean of random weights near zero.
 _FACTORS = {
@@ -161,6 +163,7 @@ def write_random_file(
             float and lists of them. None takes a key out.
         extra_tensors: further float32 tensors, or others in the place of those that would be random.
     """
+    skip_before("5.18", "GGUF files do not load")
     generator = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(os.fspath(path), shape.architecture)
     _write_metadata(writer, shape, metadata or {})

@@ -12,6 +12,8 @@ from transformers.generation import logits_process as lp
 from hf_speculate.tree import PADDING_PARENT, DraftTree
 from hf_speculate.verification import BatchedChoice, ChoiceInputs, Noise, Records, Sampler, Sequences, reason_for_host
 
+from ..support.versions import has_transformers
+
 
 V = 40
 PROCESSORS = {
@@ -19,11 +21,16 @@ PROCESSORS = {
     "warpers": [lp.TemperatureLogitsWarper(0.7), lp.TopKLogitsWarper(9), lp.TopPLogitsWarper(0.9)],
     "penalty": [lp.RepetitionPenaltyLogitsProcessor(1.7)],
     "penalty that leaves the prompt out": [lp.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=5)],
-    "penalty that leaves padding out": [
-        lp.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=torch.tensor([3, 0]))
-    ],
     "penalty, then warpers": [lp.RepetitionPenaltyLogitsProcessor(0.6), lp.TemperatureLogitsWarper(1.4)],
 }
+
+
+# Older penalties leave out the same number of tokens in every row, and fail for tokens without scores.
+KNOWS_PADDING = has_transformers("5.23")
+if KNOWS_PADDING:
+    PROCESSORS["penalty that leaves padding out"] = [
+        lp.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=torch.tensor([3, 0]))
+    ]
 
 
 class Request:
@@ -32,7 +39,8 @@ class Request:
     def __init__(self, processors, samples, seed):
         self.random = random.Random(seed)
         prompt = torch.tensor([[self.random.randrange(V) for _ in range(5)] for _ in range(2)])
-        prompt[0, 2] = V + 3  # the embeddings may know more tokens than there are scores
+        if KNOWS_PADDING:
+            prompt[0, 2] = V + 3  # the embeddings may know more tokens than there are scores
         self.sequences = Sequences(prompt, None)
         self.noise = Noise(2, V, torch.device("cpu")) if samples else None
         self.sampler = Sampler(LogitsProcessorList(processors), self.noise, Records(), tier="prefix")

@@ -6,11 +6,15 @@ with the `gguf` package's `dequantize`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
+
+from hf_speculate.compatibility import check_feature
 
 
 @dataclass(frozen=True)
@@ -23,16 +27,23 @@ class BlockFormat:
 
     def dequantize(self, rows: UInt8[Tensor, "R bytes"]) -> Float[Tensor, "R K"]:
         """The weights of R rows of blocks, in float32."""
-        from transformers.integrations.gguf import dequant  # not needed where the kernel computes
-
         num_columns = rows.shape[1] // self.block_bytes * self.block_size
         if not len(rows):
             return torch.empty(0, num_columns, device=rows.device)
         if self.number in _FIVE_BITS:
             values = _five_bits(rows.reshape(-1, self.block_bytes), *_FIVE_BITS[self.number])
         else:
-            values = dequant.dequantize(rows.contiguous(), self.number)
+            values = _dequantize()(rows.contiguous(), self.number)
         return values.view(len(rows), num_columns)
+
+
+@cache
+def _dequantize() -> Callable[[Tensor, int], Tensor]:
+    """The function of transformers that dequantises blocks. It is not needed where the kernel computes."""
+    check_feature("dequantising GGUF weights", "5.18")
+    from transformers.integrations.gguf import dequant
+
+    return dequant.dequantize
 
 
 # Types that transformers does not know: whether they have an offset, and what is subtracted from their integers.

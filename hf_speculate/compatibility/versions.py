@@ -1,6 +1,6 @@
-"""The versions of transformers that this package works with.
+"""The versions of transformers that this package works with, and those that a feature needs.
 
-This is imported first, and imports nothing that another version of transformers may lack.
+This is imported first, without transformers. `stock` has the names that differ between the versions.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from .errors import IncompatibleTransformersError
+from ..errors import IncompatibleTransformersError
 
 
 # The same as in pyproject.toml. Newer versions are not refused by number, but where something is missing or changed.
-OLDEST, WORKING = "5.23", ">=5.23,<6"
+OLDEST, WORKING = "5.10", ">=5.10,<6"
 
 
 def check_version() -> None:
@@ -21,6 +21,21 @@ def check_version() -> None:
     found = installed_version()
     if found is None or Version(found) < Version(OLDEST):
         raise incompatible()
+
+
+def check_feature(feature: str, oldest: str) -> None:
+    """Raises `IncompatibleTransformersError` if the installed transformers is `too_old` for one feature."""
+    if problem := too_old(feature, oldest):
+        raise IncompatibleTransformersError(problem)
+
+
+def too_old(feature: str, oldest: str) -> str:
+    """The reason why a feature (the sentence's subject) needs a newer transformers; "" if it works with this one."""
+    found = installed_version()
+    if found is not None and Version(found) >= Version(oldest):
+        return ""
+    newer = f"transformers>={oldest},{WORKING.partition(',')[2]}"
+    return f"{feature} needs transformers >= {oldest}, but {found or 'none'} is installed: pip install '{newer}'"
 
 
 def installed_version() -> str | None:
