@@ -27,7 +27,7 @@ VARIANTS = [
     ("combined", {"parts": [("prompt_lookup", {"min_ngram": 1}), ("draft_model", {"model": "llama"})]}),
 ]
 # Drafters that need trained heads: their own tests run `check_drafter` on heads made for the purpose.
-TESTED_WITH_THEIR_HEADS = {"block", "eagle", "medusa"}
+TESTED_WITH_THEIR_HEADS = {"block", "eagle", "medusa", "mtp"}
 
 
 def with_models(options, tiny_model):

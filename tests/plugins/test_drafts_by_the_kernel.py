@@ -50,7 +50,7 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
+@pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)]), ids=["1 row", "3 rows left padded"])
 @pytest.mark.parametrize("layout", quick(["safeailab", "eagle1"], "safeailab"))
 def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
     monkeypatch.setattr(compiled, "kernel_fits", lambda *_: True)

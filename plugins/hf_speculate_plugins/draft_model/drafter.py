@@ -209,9 +209,13 @@ class DraftModelDrafter(Drafter):
 
 
 def _check_place(place: str, target: GenerativeModel) -> None:
-    """Raises `TargetMismatchError` for the folder or repository that the target was loaded from."""
+    """Raises `TargetMismatchError` for the place of the target. Of a GGUF file the draft model may be the packed form."""
     own = getattr(unwrap(target), "name_or_path", "") or ""
-    if own and (place == own or (os.path.exists(place) and os.path.realpath(place) == os.path.realpath(own))):
+    if (
+        own
+        and not own.endswith(".gguf")
+        and (place == own or (os.path.exists(place) and os.path.realpath(place) == os.path.realpath(own)))
+    ):
         raise TargetMismatchError(
             f"{place!r} holds the target itself, and a draft model is a smaller one. If its checkpoint has draft "
             "layers of its own, they draft with speculator='mtp'."

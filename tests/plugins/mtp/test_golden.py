@@ -15,6 +15,7 @@ from hf_speculate_plugins.heads import CachedAttention
 from hf_speculate_plugins.mtp import MtpDrafter
 
 from ...support.golden import CLOSE, GOLDEN, meta_of, state_for, vectors_of
+from ...support.tiers import quick
 
 
 HEADS = [
@@ -27,6 +28,7 @@ HEADS = [
     "mtp-mimo",
     "mtp-speculators",
 ]
+WITH_RUNS = [name for name in HEADS if name not in ("mtp-deepseek_v3-2layers", "mtp-speculators")]
 pytestmark = pytest.mark.usefixtures("golden_root")
 
 
@@ -95,7 +97,7 @@ def test_a_session_drafts_the_chains_and_forgets_them(name):
     assert tree.host.token_ids[0][1:] == vectors["round2_chain_target_ids"].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if name not in ("mtp-deepseek_v3-2layers", "mtp-speculators")])
+@pytest.mark.parametrize("name", quick(WITH_RUNS, "mtp-qwen3_5-text", "mtp-glm4_moe"))
 def test_texts_and_accepted_lengths_of_the_references_runs(name):
     target = target_of(name)
     speculator = AutoSpeculator.from_name("mtp", target, depth=3, top_k=1, adaptive=False)

@@ -11,6 +11,7 @@ import torch
 import hf_speculate
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.testing import check_drafter
 from hf_speculate_plugins.mtp import MtpDrafter, layout_of
 from hf_speculate_plugins.mtp.saving import WEIGHTS
 
@@ -18,7 +19,7 @@ from ...support.inputs import padded_batch
 from ...support.models import build_tiny_model
 from ...support.mtp import DEPTH, FAMILIES, build, draft_tensors, load_target, write_target
 from ...support.replays import stand_in
-from ...support.tiers import quick_quarter
+from ...support.tiers import quick, quick_quarter
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_every_layout_is_found_and_accounted_for(target_of, folder_of, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("do_sample", quick([False, True]))
 def test_texts_of_padded_batches_are_those_of_plain_generate(target_of, prompt, family, do_sample):
     target, inputs = target_of(family), padded_batch(prompt, (11, 4, 9))
     request = {**inputs, "max_new_tokens": 14, "do_sample": do_sample, **({"top_k": 20} if do_sample else {})}
@@ -53,6 +54,13 @@ def test_texts_of_padded_batches_are_those_of_plain_generate(target_of, prompt, 
     torch.manual_seed(3)
     assert torch.equal(target.generate(**request, speculator=speculator), plain)
     assert speculator.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("family", quick(["glm4_moe", "qwen3_5_text"]))
+def test_the_drafter_keeps_the_contract(target_of, prompt, family):
+    target = target_of(family)
+    drafter = AutoSpeculator.from_name("mtp", target).drafter
+    check_drafter(drafter, target, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=6)
 
 
 @pytest.mark.parametrize("family", quick_quarter(["glm4_moe", "deepseek_v3", "qwen2", "llama"]))

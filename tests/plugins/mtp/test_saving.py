@@ -20,6 +20,7 @@ from hf_speculate_plugins.mtp.saving import INDEX, SHARD, WEIGHTS
 from hf_speculate_tools import cli
 
 from ...support.mtp import DEPTH, FAMILIES, build, draft_tensors, load_target, write_target
+from ...support.tiers import quick_quarter
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def changed(model):
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_quarter(FAMILIES))
 @pytest.mark.parametrize("shard", [None, "20KB"])
 def test_a_fine_tuned_model_keeps_them(tmp_path, family, shard):
     target = changed(load_target(write_target(tmp_path / "base", family)))
