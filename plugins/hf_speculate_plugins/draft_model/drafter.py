@@ -209,7 +209,7 @@ class DraftModelDrafter(Drafter):
 
 
 def _check_place(place: str, target: GenerativeModel) -> None:
-    """Raises `TargetMismatchError` for the place of the target. Of a GGUF file the draft model may be the packed form."""
+    """Raises `TargetMismatchError` for the target's own place. A GGUF file may be dense target and packed draft model."""
     own = getattr(unwrap(target), "name_or_path", "") or ""
     if (
         own
