@@ -209,7 +209,7 @@ class DraftModelDrafter(Drafter):
 
 
 def _check_place(place: str, target: GenerativeModel) -> None:
-    """Raises `TargetMismatchError` for the target's own place. A GGUF file may be dense target and packed draft model."""
+    """Raises `TargetMismatchError` for the target's own place. A GGUF file may also be the draft model, packed."""
     own = getattr(unwrap(target), "name_or_path", "") or ""
     if (
         own
