@@ -39,7 +39,7 @@ def place(request, monkeypatch):
 
 @pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)], (9, 4, 13)), ids=["1 row", "3 rows left padded"])
-@pytest.mark.parametrize("kind", quick(KINDS, "windows", "dflash2", "modelopt"))
+@pytest.mark.parametrize("kind", quick(KINDS, "windows", "dflash2"))
 def test_drafts_are_plains_in_every_round(place, prompt, kind, lengths, sampling):
     batch, request = padded_batch(prompt, lengths), {**REQUEST, **sampling}
     expected = drafts_of(BlockSession, target(), random_block(kind, target(), **LARGE), batch, request, compile=False)

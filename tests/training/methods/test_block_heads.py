@@ -144,7 +144,7 @@ class TestWhatIsRefused:
         folder = golden_root / "dflash2-zlab-base"
         meta = json.loads((folder / "meta.json").read_text())
         model = AutoModelForCausalLM.from_pretrained(golden_root / meta["target"])
-        with pytest.raises(RecipeError, match="selector is not trained here"):
+        with pytest.raises(RecipeError, match="not trained here: selector"):
             DFlashMethod.from_folder(str(folder / "head"), model, BlockTrainingOptions())
 
 
