@@ -254,8 +254,8 @@ def _octave(context: int) -> int:
 class RoundCosts:
     """Measured cost of rounds on one target at one batch size; all calls of a speculator share it.
 
-    Four costs are kept: drafting by depth, a call of a drafter that finds nothing, the same phase of a round without a
-    draft (it has the work between two rounds, too), and the rest of the round by nodes (root included).
+    Four costs are kept: drafting by depth, a call of a drafter that finds nothing, the drafting phase of a round where
+    nothing is drafted (work between two rounds counts there), and the rest of the round by nodes (root included).
 
     Args:
         like: costs at another batch size to begin with; None for none.
@@ -275,7 +275,7 @@ class RoundCosts:
         return next((width for width in self.widths if width > num_nodes), num_nodes + 1)
 
     def idle(self, context: int = 0) -> float:
-        """Seconds of a round without a draft in which others draft."""
+        """Seconds that the drafting phase of a round takes where nothing is drafted."""
         return self._idle.at(1, context) if self._idle else 0.0
 
     def record_idle(self, seconds: float, context: int) -> None:

@@ -74,7 +74,7 @@ class SampleCall:
         mask = self.model_kwargs.get("attention_mask")
         return None if mask is None or bool((mask == 1).all()) else mask
 
-    @property
+    @cached_property
     def attention_mask(self) -> Tensor | None:
         """[B, M] over all cache entries of the prompt; None when all ones."""
         mask = self.text_mask

@@ -9,6 +9,7 @@ from .compiled import log_noise_of as log_noise_of
 from .compiled import request_inputs as request_inputs
 from .drafter import HeadDrafter as HeadDrafter
 from .drafter import HeadSession as HeadSession
+from .drafter import LoadedDrafter as LoadedDrafter
 from .files import HeadFiles as HeadFiles
 from .files import Limit as Limit
 from .files import Written as Written

@@ -27,16 +27,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class HeadDrafter(Drafter, Generic[Head]):
-    """Drafts with a head of decoder layers.
-
-    Class attributes:
-        options_classes: options of drafting, and options of reading a head (conventions).
-        head_files: reads and writes the heads of the method.
-    """
-
-    options_classes: ClassVar[tuple[type[Any], type[Any]]]
-    head_files: ClassVar[type[HeadFiles[Any, Any]]]
+class LoadedDrafter(Drafter, Generic[Head]):
+    """Drafts with a loaded head, wherever it was found. The first of `options_classes` has the options of drafting."""
 
     def __init__(self, loaded: LoadedHead[Head], target: GenerativeModel, options: Any = None):
         self._loaded = loaded
@@ -64,6 +56,21 @@ class HeadDrafter(Drafter, Generic[Head]):
     def report(self) -> LoadReport:
         """Account of every key of the checkpoint."""
         return self._loaded.report
+
+    def record_in(self, folder: str, target: GenerativeModel) -> HeadRecord:
+        return check_origin(folder, target)
+
+
+class HeadDrafter(LoadedDrafter[Head]):
+    """Drafts with a head of decoder layers that has files of its own.
+
+    Class attributes:
+        options_classes: options of drafting, and options of reading a head (conventions).
+        head_files: reads and writes the heads of the method.
+    """
+
+    options_classes: ClassVar[tuple[type[Any], type[Any]]]
+    head_files: ClassVar[type[HeadFiles[Any, Any]]]
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:
@@ -130,9 +137,6 @@ class HeadDrafter(Drafter, Generic[Head]):
     ) -> tuple[SavedHead, LoadReport]:
         """Writes the head in `folder` to `path` in another layout, see `HeadFiles.convert`."""
         return cls.head_files.convert(folder, path, layout, target, out_type)
-
-    def record_in(self, folder: str, target: GenerativeModel) -> HeadRecord:
-        return check_origin(folder, target)
 
     def check_target(self, target: GenerativeModel) -> None:
         """Compares hidden size, vocabulary and depth. A target with added tokens needs embeddings that have them."""

@@ -16,4 +16,5 @@ from .layouts import layout_of as layout_of
 from .saving import keep as keep
 from .saving import save_pretrained as save_pretrained
 from .source import Source as Source
+from .source import num_layers_of as num_layers_of
 from .source import text_config as text_config

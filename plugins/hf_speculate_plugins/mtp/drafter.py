@@ -6,17 +6,17 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_speculate.drafting import Conversations, Drafter, DraftRequest, SavedHead
+from hf_speculate.drafting import DraftRequest, SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import Advice
 
-from ..checkpoints import ConfigValues, LoadReport, checkpoint_files, read_config, stated_name, tensor_shapes
+from ..checkpoints import ConfigValues, checkpoint_files, read_config, stated_name, tensor_shapes
 from ..eagle import EagleOptions, EagleSession
-from ..heads import LoadedHead
-from .head import MtpHead, MtpSpec, load_head
+from ..heads import LoadedDrafter, LoadedHead
+from .head import MtpHead, load_head
 from .layouts import layout_of
 from .saving import write_head
 from .source import Source, num_layers_of
@@ -44,7 +44,7 @@ class MtpOptions(EagleOptions):
         check_sizes("mtp", self, "depth", "top_k", "max_nodes", "draft_vocab")
 
 
-class MtpDrafter(Drafter):
+class MtpDrafter(LoadedDrafter[MtpHead]):
     """Drafts with the draft layers (MTP) that the target's checkpoint holds with the model.
 
     Args:
@@ -57,30 +57,12 @@ class MtpDrafter(Drafter):
     options_classes = (MtpOptions,)
 
     def __init__(self, loaded: LoadedHead[MtpHead], target: GenerativeModel, options: MtpOptions | None = None):
-        self._loaded = loaded
-        self.options = options or MtpOptions()
-        self.conversations: Conversations[Any] = Conversations()
+        super().__init__(loaded, target, options)
         self._config = target.config.get_text_config(decoder=True)
-        self._names = getattr(target, "name_or_path", "") or None, [type(target).__name__]
-        self._num_target_layers = num_layers_of(target)
-        self.feature_layers = (self._num_target_layers,)
+        self.feature_layers = self.spec.entry_layers(self._num_target_layers)
 
     def __repr__(self) -> str:
         return f"MtpDrafter({self.spec.dialect}, {self.options})"
-
-    @property
-    def head(self) -> MtpHead:
-        return self._loaded.head
-
-    @property
-    def spec(self) -> MtpSpec:
-        """Shapes and switches of the draft layer."""
-        return self._loaded.head.spec
-
-    @property
-    def report(self) -> LoadReport:
-        """Account of every tensor of the draft layers."""
-        return self._loaded.report
 
     @property
     def advice(self) -> Advice:
@@ -118,8 +100,8 @@ class MtpDrafter(Drafter):
             CheckpointError: the layout does not exist, or cannot express this layer.
         """
         self.check_layout(layout)
-        write_head(user_path(path), self.head, self._config, *self._names)
-        return SavedHead("mtp", "speculators", self._names[0])
+        write_head(user_path(path), self.head, self._config, self._target_name, self._target_architectures)
+        return SavedHead("mtp", "speculators", self._target_name)
 
     def check_layout(self, layout: str | None = None) -> str:
         if layout not in (None, "speculators", "vllm"):

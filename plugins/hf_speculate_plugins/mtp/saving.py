@@ -19,7 +19,7 @@ from hf_speculate.models import GenerativeModel
 from ..checkpoints import read_config, read_weight_map, speculators_section, write_checkpoint
 from .head import MtpHead
 from .layouts import layout_of, speculators_name
-from .source import COUNTS, Source, text_config
+from .source import COUNTS, Source, counted, text_config
 
 
 logger = get_logger(__name__)
@@ -55,7 +55,7 @@ def save_pretrained(model: GenerativeModel, folder: str | os.PathLike, **options
     try:
         source = Source.of_target(model)
     except CheckpointError as problem:
-        if any(counts(model.config)):
+        if counted(model.config.get_text_config(decoder=True).to_dict()):
             logger.warning(f"the model in {folder} has no draft layers, though its config counts some: {problem}")
         return []
     return keep(source, folder)
@@ -131,12 +131,6 @@ def add_tensors(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str,
         save_file(weights, path, metadata={"format": "pt"})
 
     replace_files(folder, {SHARD: write, INDEX: json_writer(index)})
-
-
-def counts(config: Any) -> list[int]:
-    """Numbers of draft layers that a config states, as an object or as a dictionary."""
-    values = config if isinstance(config, dict) else config.get_text_config(decoder=True).to_dict()
-    return [int(values[name]) for name in COUNTS if values.get(name)]
 
 
 def _copied(source: Source) -> dict[str, Tensor]:

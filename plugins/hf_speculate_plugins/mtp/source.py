@@ -130,6 +130,11 @@ def num_layers_of(target: GenerativeModel) -> int:
     return target.config.get_text_config(decoder=True).num_hidden_layers
 
 
+def counted(text: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of draft layers that a text model's config states, by key."""
+    return {key: text[key] for key in COUNTS if text.get(key)}
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a `config.json` that describes the text model."""
     nested = config.get("text_config")
@@ -140,8 +145,8 @@ def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
     """The message for a checkpoint without draft layers: what its config states, and where they would be."""
     path = _file(name, "config.json", hub)
     text = text_config(read_json(path) if path else {})
-    counted = next((f"{key}={text[key]}" for key in COUNTS if text.get(key)), "")
-    lost = f", though its config.json states {counted}: they were lost when it was saved" if counted else ""
+    stated = ", ".join(f"{key}={number}" for key, number in counted(text).items())
+    lost = f", though its config.json states {stated}: they were lost when it was saved" if stated else ""
     examples = ", ".join(f"{layout.example} ({layout.name})" for layout in LAYOUTS)
     return (
         f"{name} holds no draft layers (MTP) among its {num_tensors} tensors{lost}. Their names would be {examples}. "

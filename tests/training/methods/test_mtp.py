@@ -88,10 +88,8 @@ def test_what_is_saved_is_read_again_and_its_training_continues(tmp_path, native
         assert saved.layout == "speculators"
         speculator = AutoSpeculator.from_pretrained(tmp_path / type(target).__name__, target)
         assert torch.equal(speculator.drafter.head.fc.weight, method.head.fc.weight)
-        ids = prompt(7)
-        assert torch.equal(
-            target.generate(ids, max_new_tokens=9, speculator=speculator), target.generate(ids, max_new_tokens=9)
-        )
+        plain = target.generate(prompt(7), max_new_tokens=9)
+        assert torch.equal(target.generate(prompt(7), max_new_tokens=9, speculator=speculator), plain)
         again = MtpMethod.from_folder(str(tmp_path / type(target).__name__), target, MtpTrainingOptions())
         assert torch.equal(again.head.fc.weight, method.head.fc.weight)
         assert again.head.fc.weight.requires_grad
@@ -99,8 +97,7 @@ def test_what_is_saved_is_read_again_and_its_training_continues(tmp_path, native
 
 def test_a_new_layer_needs_weights_that_are_not_quantised():
     target = copy.deepcopy(build("llama"))
-    target.model.layers[-1].mlp.up_proj.weight = torch.nn.Parameter(
-        torch.zeros(48, 32, dtype=torch.int8), requires_grad=False
-    )
+    packed_weight = torch.zeros(48, 32, dtype=torch.int8)
+    target.model.layers[-1].mlp.up_proj.weight = torch.nn.Parameter(packed_weight, requires_grad=False)
     with pytest.raises(Exception, match="whose weights are quantised"):
         new_head(target)

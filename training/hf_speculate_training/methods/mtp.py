@@ -18,13 +18,10 @@ from transformers import PretrainedConfig
 from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
-from hf_speculate_plugins.mtp import MtpDrafter, MtpHead, MtpOptions, Source, load_head, new_head
+from hf_speculate_plugins.mtp import MtpDrafter, MtpHead, MtpOptions, Source, load_head, new_head, num_layers_of
 
-from ..data import Batch
-from ..states import TargetStates
-from .contract import NoOptions, StepOutput
+from .contract import NoOptions
 from .eagle import EagleTrainingOptions, UnrolledMethod
-from .entries import Entries
 from .heads import trainable
 
 
@@ -66,18 +63,11 @@ class MtpMethod(UnrolledMethod[MtpTrainingOptions]):
 
     @staticmethod
     def warm_head(folder: str | os.PathLike, target: GenerativeModel) -> tuple[MtpHead, None]:
-        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        return trainable(load_head(Source.find(folder, num_layers), target).head), None
+        return trainable(load_head(Source.find(folder, num_layers_of(target)), target).head), None
 
     @classmethod
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
         return {}
-
-    def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
-        entries = Entries.of(batch, self.options.steps, self.head.device)
-        outputs = self.unroll(batch, states)
-        entries, losses, best = self.compare(entries, outputs, states)
-        return StepOutput(losses.loss, entries.metrics(losses.each, losses.best == best))
 
     def drafter(self, target: GenerativeModel, **options: Any) -> MtpDrafter:
         """A drafter with the present weights; options are those of `MtpOptions`."""

@@ -87,6 +87,12 @@ class UnrolledMethod(HeadMethod[Any, MethodOptions]):
         self.entry_layers = head.spec.entry_layers(config.num_hidden_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
 
+    def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
+        entries = Entries.of(batch, self.options.steps, self.head.device)
+        outputs = self.unroll(batch, states)
+        entries, losses, best = self.compare(entries, outputs, states)
+        return StepOutput(losses.loss, entries.metrics(losses.each, losses.best == best))
+
     def unroll(self, batch: Batch, states: TargetStates) -> list[Float[Tensor, "B S Hd"]]:
         """Inputs of the output matrix at every token, for each unrolled step."""
         device = self.head.device
@@ -164,12 +170,6 @@ class Eagle3Method(EagleMethod[Eagle3TrainingOptions]):
     def suggested(cls, config: PretrainedConfig) -> dict[str, dict[str, Any]]:
         """A draft vocabulary for large vocabularies, and fewer unrolled steps for small heads."""
         return {**super().suggested(config), "options": {"steps": 5} if config.hidden_size < SMALL_HIDDEN_SIZE else {}}
-
-    def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
-        entries = Entries.of(batch, self.options.steps, self.head.device)
-        outputs = self.unroll(batch, states)
-        entries, losses, best = self.compare(entries, outputs, states)
-        return StepOutput(losses.loss, entries.metrics(losses.each, losses.best == best))
 
 
 class Eagle1Method(EagleMethod[Eagle1TrainingOptions]):
