@@ -27,7 +27,7 @@ from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_windows, output_layer
 
-from ..checkpoints import HeadSpec, KeyAccount, vocabulary_output
+from ..checkpoints import Checkpoint, HeadSpec, KeyAccount, vocabulary_output
 from ..heads import Attend, FeedingHead, LoadedHead
 from .layouts import LAYOUTS, Layout
 from .source import Source
@@ -146,9 +146,10 @@ def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None =
         draft_vocab: number of tokens to draft, see `MtpOptions`.
     Raises:
         CheckpointError: tensors are missing, unknown or of other shapes than the target's own layers.
-        TargetMismatchError: the target has no layer of this kind.
+        TargetMismatchError: the target has another width, or no layer of this kind.
     """
     checkpoint, left_out = source.read()
+    _check_width(checkpoint, target)
     keys = KeyAccount(checkpoint, f"MTP, {source.layout.name}")
     layer = matching_layer(unwrap(target), checkpoint.tensors, source.name)
     head = _built(unwrap(target), layer, source.layout, source.num_layers, draft_vocab)
@@ -165,6 +166,16 @@ def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None =
     head.load_state_dict(state, assign=True)
     head.rotary.to(device)
     return LoadedHead(head.eval().requires_grad_(False), None, report)
+
+
+def _check_width(checkpoint: Checkpoint, target: GenerativeModel) -> None:
+    """Raises `TargetMismatchError` for draft layers of a model of another width."""
+    projection, size = checkpoint.tensors.get("fc.weight"), target.config.get_text_config(decoder=True).hidden_size
+    if projection is not None and len(projection) != size:
+        raise TargetMismatchError(
+            f"the draft layers in {checkpoint.folder} belong to a model of hidden size {len(projection)}; this "
+            f"{type(target).__name__} has {size}."
+        )
 
 
 def new_head(target: GenerativeModel) -> MtpHead:

@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hf_speculate
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.testing import check_drafter
 from hf_speculate_plugins.mtp import MtpDrafter, layout_of
-from hf_speculate_plugins.mtp.saving import WEIGHTS
+from hf_speculate_plugins.mtp.saving import SHARD, WEIGHTS
 
 from ...support.inputs import padded_batch
 from ...support.models import build_tiny_model
@@ -162,6 +163,17 @@ class TestProblems:
         with pytest.raises(CheckpointError, match=wanted.get(kind, "no layer of .*Model has the tensors")):
             AutoSpeculator.from_name("mtp", target)
 
+    def test_layers_of_another_width(self, tmp_path, folder_of):
+        wide = build_tiny_model("qwen2", hidden_size=64, num_layers=DEPTH)
+        with pytest.raises(TargetMismatchError, match=r"belong to a model of hidden size 32; this .* has 64"):
+            AutoSpeculator.from_name("mtp", wide, head=str(folder_of("qwen2")))
+
+    def test_a_truncated_file(self, tmp_path):
+        target = load_target(write_target(tmp_path, "qwen2"))
+        (tmp_path / SHARD).write_bytes((tmp_path / SHARD).read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match="may be truncated"):
+            AutoSpeculator.from_name("mtp", target)
+
     def test_nan(self, tmp_path):
         tensors = draft_tensors("qwen2")
         tensors["model.mtp_layers.0.input_proj.weight"][0, 0] = torch.nan
@@ -183,8 +195,6 @@ class TestProblems:
 
 
 def test_a_folder_of_draft_layers_alone_is_recognised_and_one_of_a_model_is_not(tmp_path, folder_of):
-    from safetensors.torch import save_file
-
     save_file(draft_tensors("llama"), tmp_path / WEIGHTS)
     (tmp_path / "config.json").write_text('{"speculators_model_type": "mtp"}')
     assert MtpDrafter.recognizes(str(tmp_path))
