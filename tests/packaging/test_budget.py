@@ -11,10 +11,10 @@ from ..support.paths import REPOSITORY
 BUDGET = {
     "hf_speculate": 16_400,
     "plugins/hf_speculate_gguf": 8_480,
-    "plugins/hf_speculate_plugins": 13_560,
+    "plugins/hf_speculate_plugins": 13_900,
     "plugins/hf_speculate_tools": 5_910,
     "training/hf_speculate_training": 8_510,
-    "tests": 50_830,
+    "tests": 51_100,
 }
 SOURCES = (".py", ".cpp", ".h")
 

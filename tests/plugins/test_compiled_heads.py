@@ -136,6 +136,7 @@ def test_eagle_drafts_what_it_drafts_uncompiled(tmp_path, prompt, drafts, layout
         ("jetspec", 1, {}),
         ("rnn", 3, {}),
         ("dflash2", 3, {}),
+        ("lilicorr", 3, {}),
     ],
 )
 @pytest.mark.parametrize("do_sample", [False, True])

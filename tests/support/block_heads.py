@@ -8,10 +8,15 @@ from functools import cache
 import torch
 
 from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions, BlockSpec, LoadedHead
+from hf_speculate_plugins.block.lattice import Lattice
 from hf_speculate_plugins.checkpoints import LoadReport
 
 
 HIDDEN, VOCAB = 32, 96
+LATTICE = Lattice(
+    **{"candidate_topk": 6, "hidden_size": 12, "num_layers": 2, "num_heads": 3, "mlp_ratio": 1.5},
+    **{"factor_dim": 5, "vector_eps": 1e-6, "logit_scale": 12.0},
+)
 KINDS = {
     "dflash": {"dialect": "zlab", "method": "dflash", "first_slot": 1},
     "jetspec": {"dialect": "zlab", "method": "dflash", "first_slot": 1, "causal": (True, True)},
@@ -49,6 +54,10 @@ KINDS = {
         **{"dialect": "zlab", "method": "dflash2", "first_slot": 1, "windows": (6, 6)},
         **{"selector_rank": 4, "selector_top_k": 6, "conv_kernel_size": 2, "conv_group_size": 8},
         **{"embedding_scale": 1.5, "output_multiplier": 0.5, "softcap": 20.0},
+    },
+    "lilicorr": {
+        **{"dialect": "zlab", "method": "lilicorr", "first_slot": 1, "conv_kernel_size": 2, "conv_group_size": 8},
+        "lattice": LATTICE,
     },
 }
 

@@ -1,4 +1,4 @@
-"""One-pass heads: DFlash, DSpark, DFlash2, Domino, XPress, JetSpec.
+"""One-pass heads: DFlash, DSpark, DFlash2, Domino, XPress, LiLiCorr, JetSpec.
 
 A head of a few layers reads the target's features of the text and proposes the tokens of a whole block in one forward.
 One `BlockSpec` describes the heads of all methods and dialects, one `BlockHead` computes them, and the best tree that

@@ -43,8 +43,8 @@ class BlockSession(HeadSession[BlockHead]):
             steps.context(states, lengths.tolist())
             return
         reading = self._begin(tokens)
-        read_prompt(head, reading, head.join(states))
-        self._steps = PlainSteps(self._loaded, reading, self.options)
+        last = read_prompt(head, reading, head.join(states))
+        self._steps = PlainSteps(self._loaded, reading, self.options, last)
         if self._compiler is not None:
             self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
 
@@ -82,8 +82,8 @@ class BlockSession(HeadSession[BlockHead]):
 class BlockDrafter(HeadDrafter[BlockHead]):
     """Drafts a whole block in one forward of a head; for its arguments see `HeadDrafter`.
 
-    Heads are saved as "zlab" (z-lab's and JetSpec's), "deepspec", "modelopt" or "speculators" ("vllm"); by default in
-    the layout that they were read from, or the first that can express them.
+    Heads are saved as "zlab" (z-lab's, JetSpec's and LiLiCorr's), "deepspec", "modelopt" or "speculators" ("vllm"); by
+    default in the layout that they were read from, or the first that can express them.
     """
 
     name = "block"

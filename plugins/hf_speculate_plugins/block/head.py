@@ -25,6 +25,7 @@ from hf_speculate.drafting import finite
 from hf_speculate.tree import additive
 
 from ..heads import MLP, Attend, Attention, CachedAttention, SharingHead, known_rows, rotary_embedding
+from .lattice import LatticeHead
 from .markov import MarkovHead
 from .spec import BlockSpec
 
@@ -224,6 +225,8 @@ class BlockHead(SharingHead[BlockSpec]):
             self.confidence_head = ConfidenceHead(spec)
         if spec.selector_rank:
             self.candidate_selector = CandidateSelector(spec)
+        if spec.lattice is not None:
+            self.lilicorr = LatticeHead(spec.lattice, spec.hidden_size, spec.max_depth, spec.rms_norm_eps)
         self.rotary = rotary_embedding(spec)
 
     def fuse(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J H"]:
@@ -283,7 +286,7 @@ class BlockHead(SharingHead[BlockSpec]):
         return self.embed(previous) if self.spec.markov == "domino" else self.markov_head.codes(previous)
 
     def logits(self, states: Float[Tensor, "B S H"]) -> Float[Tensor, "B S Vd"]:
-        """Logits of the slots by themselves, without the part of a Markov head or a selector."""
+        """Logits of the slots by themselves, without the part of a Markov head, selector or lattice."""
         # Flat: torch 2.13 has no fast kernel on a CPU for a slice of bf16 states and a frozen weight.
         logits = self.draft_logits(states.reshape(-1, states.shape[-1])).unflatten(0, states.shape[:-1])
         if self.spec.output_multiplier != 1.0:

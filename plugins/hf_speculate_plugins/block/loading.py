@@ -1,9 +1,9 @@
 """Checkpoints of one-pass heads in every published layout, read: tensors first, config second.
 
 Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge,
-NVIDIA/Model-Optimizer, vllm-project/speculators and llama.cpp, and SGLang's reader of LFM2.5's DSpark heads. They share
-most names of tensors and differ in the config: where it lies, how layers of the target are counted, which slots
-propose, what sees what. All of that ends here, in one `BlockSpec`.
+NVIDIA/Model-Optimizer, vllm-project/speculators and llama.cpp, and SGLang's readers of LFM2.5's DSpark heads and of
+LiLiCorr. They share most names of tensors and differ in the config: where it lies, how layers of the target are
+counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from ..checkpoints import (
     windows_of,
 )
 from ..heads import HeadFiles
+from .defaults import CAUSALITY, DEFAULTS, Defaults
 from .head import BlockHead, halves_of_pairs
+from .lattice import Lattice, plain_name
 from .spec import BlockConventions, BlockSpec, Dialect, MarkovKind, Method
 
 
@@ -58,52 +60,8 @@ _SINK, _NEOX = "layers.0.self_attn.attention_sink_bias", "rope_is_neox_style"
 _ROTATED = re.compile(r"^layers\.\d+\.self_attn\.[qk]_(proj|norm)\.")
 # Fields of `BlockSpec` that conventions replace.
 _OVERRIDES = ("feature_layers", "mask_token_id", "first_slot", "rope_interleaved")
+_CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
 _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")  # those that DSpark's configs name
-
-# Meanings of absent keys in configs, by layout and method. Each is that of the code that writes a layout, or of its
-# first reader: speculators 0.5 to 0.9 (the fields of its config classes, alike in all versions that have them), z-lab's
-# dflash 0.1.0 and NeMo Automodel's reader of DFlash2, SpecForge 0.2.0, ModelOpt 0.47.0, DeepSpec with vLLM, llama.cpp
-# b11549. Keys that a layout must have are not listed, nor those that the tensors decide. None: the key has a meaning
-# only where it is stated.
-Defaults = Mapping[str, Any]
-
-_VANILLA: Defaults = {"markov_head_type": "vanilla"}
-_NO_MARKOV: Defaults = {**_VANILLA, "markov_rank": 0, "confidence_head_with_markov": False}
-_OF_SELECTOR: Defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-# Which slots see which: without any of these, layers with a window are causal and others are not.
-_CAUSALITY: Defaults = dict.fromkeys(("causal", "causal_head", "dflash_query_causal", "is_causal"))
-_LOGITS: Defaults = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
-
-_ZLAB = {**_CAUSALITY, **_LOGITS, **_NO_MARKOV, "block_size": 16, "sample_from_anchor": False}
-_DEEPSPEC = {**_CAUSALITY, **_NO_MARKOV, "sample_from_anchor": True}
-_SPECULATORS = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
-_LLAMA_CPP = {**_LOGITS, "causal": False}
-
-DEFAULTS: Mapping[Dialect, Mapping[Method, Defaults]] = {
-    "zlab": {"dflash": _ZLAB, "dspark": {**_ZLAB, "sample_from_anchor": True}, "dflash2": {**_ZLAB, **_OF_SELECTOR}},
-    "deepspec": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
-    "specforge": {"dflash": _DEEPSPEC, "dspark": _DEEPSPEC},
-    "modelopt": {
-        "dflash": {**_LOGITS, "causal": None, "block_size": 16, "sample_from_anchor": False},
-        "dspark": {**_VANILLA, "causal": None, "sample_from_anchor": True, "confidence_head_with_markov": True},
-        "domino": {"causal": None, "sample_from_anchor": True, "pure_draft_prefix_len": 1},
-    },
-    "speculators": {
-        "dflash": _SPECULATORS,
-        "dspark": {
-            **_SPECULATORS,
-            **{"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"},
-            "confidence_head_with_markov": True,
-        },
-        "dflash2": {**_SPECULATORS, **_OF_SELECTOR, "sliding_window_non_causal": True},
-        "xpress": _SPECULATORS,
-    },
-    # Its DFlash proposes from slot 1, whatever the key holds.
-    "llama.cpp": {
-        "dflash": {**_LLAMA_CPP, "block_size": 16},
-        "dspark": {**_LLAMA_CPP, "sample_from_anchor": True},
-    },
-}
 
 
 class BlockReading(HeadFiles[BlockSpec, BlockHead]):
@@ -123,6 +81,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
     def canonical(cls, tensors: Mapping[str, Tensor], spec: BlockSpec | None = None) -> dict[str, Tensor]:
         def renamed(name: str) -> str:
             ours = next((to + name.removeprefix(start) for start, to in _STARTS if name.startswith(start)), name)
+            ours = plain_name(ours)
             return name if ours in tensors else ours  # under both names: neither may get lost in silence
 
         found = {renamed(name): tensor for name, tensor in tensors.items()}
@@ -221,13 +180,10 @@ def _dialect(stated: HeadFacts) -> Dialect:
     architectures = config.texts("architectures")
     is_specforge = any(name.endswith("DSparkDraftModel") for name in architectures)
     projector = nested.text("projector_type", "dspark" if is_specforge else "dflash")
-    if any(key.startswith("lilicorr_") for key in nested.values):
-        raise CheckpointError(
-            f"{config.where}: this is a LiLiCorr head, whose lattice of candidates is not computed here. Heads of "
-            "DFlash, DFlash2, DSpark, Domino and XPress are read."
-        )
-    if projector not in ("dflash", "dspark", "domino"):
-        raise nested.wrong("projector_type", "dflash, dspark or domino: other projectors are computed in another way")
+    if projector not in ("dflash", "dspark", "domino", "lilicorr"):
+        raise nested.wrong("projector_type", "dflash, dspark, domino or lilicorr: others are computed in another way")
+    if _has_lattice(stated):
+        return "zlab"
     if projector != "dflash":
         return "modelopt" if projector == "domino" or "markov_w1.weight" in stated.names else "specforge"
     # DeepSpec names its DFlash heads as its DSpark heads, with a Markov head of rank 0.
@@ -239,6 +195,14 @@ def _dialect(stated: HeadFacts) -> Dialect:
     return "modelopt" if is_modelopt or nested.flag("use_swa", False) or _SINK in stated.shapes else "zlab"
 
 
+def _has_lattice(stated: HeadFacts) -> bool:
+    """Whether this is a LiLiCorr head. A plain DFlash head may have the keys, switched off."""
+    nested = stated.nested
+    is_on = any(key.startswith("lilicorr_") for key in nested.values) and nested.flag("lilicorr_enabled", True)
+    is_stored = any(name.startswith("lilicorr.") for name in stated.shapes)
+    return is_on or is_stored or nested.text("projector_type") == "lilicorr"
+
+
 def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...]) -> Method:
     config = stated.config
     if dialect == "llama.cpp":
@@ -248,6 +212,8 @@ def _method(stated: HeadFacts, dialect: Dialect, places: tuple[ConfigValues, ...
         if kind not in ("dflash", "dspark", "dflash2", "xpress"):
             raise config.wrong("speculators_model_type", "dflash, dspark, dflash2 or xpress")
         return kind
+    if _has_lattice(stated):
+        return "lilicorr"
     if stated.nested.text("projector_type") == "domino" or _GRU in stated.shapes:
         return "domino"
     if _SELECTOR in stated.shapes or any("selector_rank" in place for place in places):
@@ -323,7 +289,7 @@ def _visibility(stated: HeadFacts, keys: _Keys, num_layers: int) -> dict[str, An
         causal = tuple(window is not None and not is_free for window in windows)
     else:
         # NeMo Automodel's JetSpec heads state both `causal` and, as its DFlash heads do, `is_causal: false`.
-        whole = keys.first_flag(*_CAUSALITY)
+        whole = keys.first_flag(*CAUSALITY)
         kinds = [*stated.layers.texts("layer_types"), *("full_attention",) * num_layers]
         slides = (window or kind == "sliding_attention" for window, kind in zip(windows, kinds, strict=False))
         causal = tuple(bool(each) if whole is None else whole for each in slides)
@@ -365,6 +331,9 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})
     if keys.method in ("domino", "xpress"):
         return _path_part(stated, keys)
+    if keys.method == "lilicorr":
+        lattice = {"lattice": Lattice.read(stated.nested, shapes["fc.weight"][0])}
+        return lattice | (_sizes(stated, keys, *_CONVOLUTIONS) if keys.number("conv_kernel_size") else {})
     rank, kind = keys.place("markov_rank"), keys.place("markov_head_type")
     if rank.values.get("markov_rank"):
         if kind.text("markov_head_type") not in _MARKOV_KINDS:
@@ -373,11 +342,15 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
     if has_confidence or keys.flag("enable_confidence_head") or keys.flag("use_confidence_head"):
         found |= {"confidence": True, "confidence_with_markov": keys.flag("confidence_head_with_markov")}
     if keys.method == "dflash2":
-        names = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-        found |= {name: keys.place(name).size(name) for name in names}
-        width = shapes["fc.weight"][0]
-        if width % found["conv_group_size"]:
-            raise keys.place(names[-1]).wrong(names[-1], f"a divisor of the head's width, {width}")
+        found |= _sizes(stated, keys, "selector_rank", "selector_top_k", *_CONVOLUTIONS)
+    return found
+
+
+def _sizes(stated: HeadFacts, keys: _Keys, *names: str) -> dict[str, Any]:
+    """Sizes of the convolutions, the last of which divides the head's width, and of other parts."""
+    found, width = {name: keys.place(name).size(name) for name in names}, stated.shapes["fc.weight"][0]
+    if width % found[names[-1]]:
+        raise keys.place(names[-1]).wrong(names[-1], f"a divisor of the head's width, {width}")
     return found
 
 

@@ -27,6 +27,7 @@ _COMMON: tuple[Limit, ...] = (
 )
 _DOMINO: Limit = ("Domino's recurrent state", lambda spec: spec.gru_size > 0)
 _XPRESS: Limit = ("XPress's refiner", lambda spec: spec.refiner_size > 0)
+_LATTICE: Limit = ("LiLiCorr's lattice", lambda spec: spec.lattice is not None)
 _SINKS: Limit = ("attention sinks", lambda spec: spec.attention_sinks)
 _FULL_VOCABULARY: Limit = ("a draft vocabulary of its own", lambda spec: spec.draft_vocab_size != spec.vocab_size)
 _LOGITS: Limit = (
@@ -60,6 +61,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         _SINKS,
         _DOMINO,
         _XPRESS,
+        _LATTICE,
         _FULL_VOCABULARY,
         _LOGITS,
         _SELECTOR_PART,
@@ -71,6 +73,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     "modelopt": (
         *_COMMON,
         _XPRESS,
+        _LATTICE,
         _FULL_VOCABULARY,
         _LOGITS,
         _SELECTOR_PART,
@@ -85,6 +88,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
         *_COMMON,
         _SINKS,
         _DOMINO,
+        _LATTICE,
         _LOGITS,
         ("windows counted from each slot", lambda spec: not spec.window_from_anchor and any(spec.windows)),
         (
@@ -96,6 +100,7 @@ _LIMITS: dict[str, tuple[Limit, ...]] = {
     "llama.cpp": (
         *_COMMON,
         _SINKS,
+        _LATTICE,
         _OTHER_WIDTH,
         ("windows", lambda spec: any(spec.windows)),
         ("layers of which some are causal", lambda spec: len(set(spec.causal)) > 1),
@@ -179,15 +184,16 @@ def _sizes(spec: BlockSpec) -> dict[str, Any]:
 def _zlab_config(spec: BlockSpec) -> dict[str, Any]:
     """The config of z-lab's own files, and JetSpec's: what is special lies in `dflash_config`."""
     nested: dict[str, Any] = {"mask_token_id": spec.mask_token_id, "target_layer_ids": _outputs(spec)}
-    config: dict[str, Any] = {"architectures": ["DFlash2DraftModel" if spec.selector_rank else "DFlashDraftModel"]}
+    names = {"dflash2": "DFlash2DraftModel", "lilicorr": "LiLiCorrDraftModel"}
+    config: dict[str, Any] = {"architectures": [names.get(spec.method, "DFlashDraftModel")]}
     if spec.target_hidden_size != spec.hidden_size:
         config["target_hidden_size"] = spec.target_hidden_size
     if (False, True) in _causal_kinds(spec):
         nested["causal_head"] = config["is_causal"] = True  # JetSpec's key, and that of z-lab and vLLM
     if (True, False) in _causal_kinds(spec):
         config["is_causal"] = False  # the key is of all layers; without it those with a window are causal
-    for key in _SELECTOR if spec.selector_rank else ():
-        nested[key] = getattr(spec, key)
+    nested |= {key: value for key in _SELECTOR if (value := getattr(spec, key))}
+    nested |= {} if spec.lattice is None else spec.lattice.stated()
     for key, value, default in (
         ("input_embedding_scale", spec.embedding_scale, 1.0),
         ("output_multiplier", spec.output_multiplier, 1.0),

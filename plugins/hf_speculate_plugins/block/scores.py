@@ -34,6 +34,7 @@ class BlockRequest(NamedTuple):
         anchors: int64 [B], the roots.
         log_noise: noise of the steps of the slots that propose [B, D, C]; None for a greedy request.
         before: int64 [B], tokens before the roots, where the head reads them (`BlockSpec.reads_before_anchor`).
+        last: state of each row's last context entry [B, H] (`BlockHead.fuse`), where the head has a lattice.
     """
 
     target_ids: Tensor | None
@@ -42,6 +43,7 @@ class BlockRequest(NamedTuple):
     log_noise: Tensor | None
     warpers: Warpers
     before: Tensor | None = None
+    last: Tensor | None = None
 
     @classmethod
     def of(cls, loaded: LoadedHead[BlockHead], options: BlockOptions, state: DraftState, depth: int) -> BlockRequest:
@@ -62,7 +64,7 @@ def _num_candidates(spec: BlockSpec, samples: bool) -> int:
     """Number of a slot's tokens that can become children. Heads that score pairs score only the best ones."""
     if not spec.scores_pairs:
         return spec.draft_vocab_size
-    return min(spec.selector_top_k or (_SAMPLED_CANDIDATES if samples else _CANDIDATES), spec.draft_vocab_size)
+    return min(spec.num_candidates or (_SAMPLED_CANDIDATES if samples else _CANDIDATES), spec.draft_vocab_size)
 
 
 class BlockScores:
@@ -103,6 +105,8 @@ class BlockScores:
     def of_block(cls, head: BlockHead, request: BlockRequest, slots: Float[Tensor, "B S H"], depth: int) -> BlockScores:
         """The scores of the first `depth` slots that propose, of the states of a whole block."""
         first = head.spec.first_slot
+        if head.spec.lattice is not None:
+            return LatticeScores(head, request, slots[:, first:])
         states, features, carried = slots[:, first : first + depth], None, None
         if head.spec.markov == "xpress":
             features = head.markov_head.refiner.features(slots)
@@ -128,11 +132,7 @@ class BlockScores:
             carried: values that the tokens before them have handed on; None at the first slot, or without any.
         """
         inputs, carried = self._inputs(depth, token_ids, carried)
-        scores = self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT
-        if self._noise is None:
-            scores = scores.float()
-        else:
-            scores = warped(scores, self._request.warpers) - self._noise[:, depth, None]
+        scores = self._drawn(depth, self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT)
         if self._head.spec.selector_rank:
             return scores.log_softmax(-1), carried
         # Other tokens of the vocabulary keep what the slot alone gives them.
@@ -152,6 +152,12 @@ class BlockScores:
         count = _num_candidates(self._head.spec, samples=self._request.log_noise is not None)
         return ranked.topk(min(count, ranked.shape[-1]), dim=-1).indices
 
+    def _drawn(self, depth: int, scores: Float[Tensor, "B W M"]) -> Float[Tensor, "B W M"]:
+        """Scores of a slot's candidates as the request draws them: warped, with the noise of the slot's step."""
+        if self._noise is None:
+            return scores.float()
+        return warped(scores, self._request.warpers) - self._noise[:, depth, None]
+
     def _inputs(self, depth: int, token_ids: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Inputs of the Markov head or selector after these tokens, and the recurrent state."""
         head, states = self._head, self._states[:, depth, None].expand(-1, token_ids.shape[1], -1)
@@ -168,3 +174,35 @@ class BlockScores:
         shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
         columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)
         return shares, self.to_target(columns)
+
+
+class LatticeScores(BlockScores):
+    """Scores of one block of a LiLiCorr head: of the steps between the best tokens of neighbouring slots.
+
+    The noise does not choose the candidates: the lattice was trained with the best ones of each slot, in their order.
+
+    Attributes:
+        candidates: int64 [B, S, K], the best tokens of all slots that propose, the most probable first. A draft that
+            ends early has those of all slots, too: they change each other's scores.
+        steps: float32 [B, S, K, K], scores of each slot's candidates (last) after those of the slot before. All rows of
+            the first slot are those after the anchor.
+    """
+
+    def __init__(self, head: BlockHead, request: BlockRequest, states: Float[Tensor, "B S H"]):
+        assert request.last is not None
+        self._head, self._request, self._carried = head, request, None
+        logits, noise = head.logits(states).float(), request.log_noise
+        if noise is not None:
+            logits = logits[..., : noise.shape[-1]]
+        log_probs, self.candidates = logits.log_softmax(-1).topk(head.spec.num_candidates, dim=-1)
+        embeddings = head.embed(self.to_target(self.candidates))
+        self.steps = head.lilicorr(embeddings, log_probs, states, request.last)
+        self._noise = None if noise is None else noise.gather(-1, self.candidates[:, : noise.shape[1]])
+
+    def following(
+        self, depth: int, token_ids: Int[Tensor, "B W"], carried: Tensor | None = None
+    ) -> tuple[Float[Tensor, "B W K"], Tensor | None]:
+        before = self.to_target(self.candidates[:, max(depth - 1, 0), None])
+        ranks = (before == token_ids[..., None]).long().argmax(-1, keepdim=True)
+        scores = self.steps[:, depth].gather(1, ranks.expand(-1, -1, self.steps.shape[-1]))
+        return self._drawn(depth, scores).log_softmax(-1), carried

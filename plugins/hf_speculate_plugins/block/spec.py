@@ -13,10 +13,11 @@ from typing import Literal
 from hf_speculate.speculator import check_sizes
 
 from ..checkpoints import HeadSpec
+from .lattice import Lattice
 
 
 Dialect = Literal["zlab", "deepspec", "specforge", "modelopt", "speculators", "llama.cpp"]
-Method = Literal["dflash", "dspark", "dflash2", "domino", "xpress"]
+Method = Literal["dflash", "dspark", "dflash2", "domino", "xpress", "lilicorr"]
 MarkovKind = Literal["vanilla", "gated", "rnn", "domino", "xpress"]
 
 
@@ -27,7 +28,8 @@ class BlockSpec(HeadSpec):
     Attributes:
         method: name on the Hub: "dflash" (slots know nothing of each other's tokens; JetSpec's causal heads are these,
             too), "dspark" (a Markov head adds a bias from the token before), "dflash2" (convolutions, and a selector
-            that scores pairs of candidates), "domino" and "xpress" (a Markov head that sees the whole path).
+            that scores pairs of candidates), "domino" and "xpress" (a Markov head that sees the whole path), "lilicorr"
+            (a lattice that scores pairs of all candidates of a block together).
         attention_bias: biases in the attention projections.
         adapts_features: projection from Ht to H of every feature before they are joined (JetSpec).
         block_size: slots of a block, the anchor's included.
@@ -50,6 +52,7 @@ class BlockSpec(HeadSpec):
         confidence_with_markov: the confidence head sees the Markov code of the token before, too.
         conv_kernel_size, conv_group_size: sizes of the convolutions over slots, 0 without.
         selector_rank, selector_top_k: sizes of the selector, 0 without.
+        lattice: sizes of LiLiCorr's lattice, None without.
         own_embeddings: the file has embeddings and takes the output matrix from the target, so the embeddings are the
             head's own (Nemotron), not a copy of the target's.
         embedding_scale: factor of the block's embeddings.
@@ -80,6 +83,7 @@ class BlockSpec(HeadSpec):
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    lattice: Lattice | None = None
     own_embeddings: bool = False
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
@@ -100,7 +104,12 @@ class BlockSpec(HeadSpec):
     @property
     def scores_pairs(self) -> bool:
         """Whether a slot's scores depend on the token before it."""
-        return self.markov is not None or self.selector_rank > 0
+        return self.markov is not None or self.selector_rank > 0 or self.lattice is not None
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of a slot's tokens that the head was trained to choose among; 0: any."""
+        return self.selector_top_k if self.lattice is None else self.lattice.candidate_topk
 
     @property
     def reads_before_anchor(self) -> bool:

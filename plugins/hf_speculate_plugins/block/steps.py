@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.drafting import DraftState, Warpers
 from hf_speculate.scoring import Along, text_entries
-from hf_speculate.transfers import copy_to_device
+from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import (
@@ -35,16 +35,23 @@ from .spec import BlockOptions
 
 
 class PlainSteps:
-    """Forwards of the modules as they are; the reference."""
+    """Forwards of the modules as they are; the reference.
 
-    def __init__(self, loaded: LoadedHead[BlockHead], reading: Reading, options: BlockOptions):
-        self._loaded, self._reading, self._options = loaded, reading, options
+    Attributes:
+        last: state of each row's last context entry [B, H]. Only heads with a lattice keep it up to date.
+    """
+
+    def __init__(self, loaded: LoadedHead[BlockHead], reading: Reading, options: BlockOptions, last: Tensor):
+        self._loaded, self._reading, self._options, self.last = loaded, reading, options, last
 
     @torch.no_grad()
     def context(self, features: Sequence[Float[Tensor, "B J Ht"]], lengths: Sequence[int]) -> None:
         """Commits the features of the first `lengths[r]` tokens of each row."""
         positions = self._reading.positions_at(torch.arange(features[0].shape[1])[None])
-        append_context(self._loaded.head, self._reading.cache.cache, self._loaded.head.join(features), positions)
+        head = self._loaded.head
+        states = append_context(head, self._reading.cache.cache, head.join(features), positions)
+        if head.spec.lattice is not None:
+            self.last = last_states(states, to_device(torch.tensor(lengths), head.device), self.last)
         self._reading.keep(lengths)
 
     def settle(self) -> None:
@@ -55,7 +62,7 @@ class PlainSteps:
         """The best tree of this depth (>= 1). Its last nodes may have the value -inf, so they are impossible. For
         `before` see `BlockRequest`."""
         head, request = self._loaded.head, BlockRequest.of(self._loaded, self._options, state, depth)
-        request = request._replace(before=before)
+        request = request._replace(before=before, last=self.last)
         shares_of = BlockScores.of_block(head, request, self.slots(request.anchors), depth).shares()
         return best_tree(request.anchors, shares_of, depth=depth, max_nodes=self._options.max_nodes)
 
@@ -68,10 +75,11 @@ class PlainSteps:
 
 
 @torch.no_grad()
-def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"]) -> None:
-    """Commits the prompt's features. Prompts have many lengths: this is never compiled."""
-    append_context(head, reading.cache.cache, joined, reading.prompt_positions)
+def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B H"]:
+    """Commits the prompt's features; the state of the last. Prompts have many lengths: this is never compiled."""
+    states = append_context(head, reading.cache.cache, joined, reading.prompt_positions)
     reading.keep_all()
+    return states[:, -1].clone()
 
 
 def block_place(head: BlockHead, reading: Reading) -> Place:
@@ -80,9 +88,19 @@ def block_place(head: BlockHead, reading: Reading) -> Place:
     return positions, block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
 
 
-def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor) -> None:
-    """Appends keys and values of J features, joined, to `cache`."""
-    head.read(head.fuse_joined(joined), positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
+def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor) -> Float[Tensor, "B J H"]:
+    """Appends keys and values of J features, joined, to `cache`; the states that they were made of."""
+    states = head.fuse_joined(joined)
+    head.read(states, positions, lambda layer, *keys_values: cache.update(*keys_values, layer))
+    return states
+
+
+def last_states(
+    states: Float[Tensor, "B J H"], counts: Int[Tensor, " B"], before: Float[Tensor, "B H"]
+) -> Float[Tensor, "B H"]:
+    """The last of the first `counts[r]` states of each row; for a row without any, that of `before`."""
+    ends = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[-1])
+    return torch.where(counts[:, None] > 0, states.gather(1, ends)[:, 0], before)
 
 
 # Columns of a draft's plan: entries of the head's text, position of the next one, number of features to read, root id,
@@ -92,38 +110,42 @@ _LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _BEFORE = range(6)
 
 def block_draft(
     head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor], warpers: Warpers, depth: int, top_k: int, max_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads the features of a round, and drafts the best tree of a block: tokens, parents and values [B, n].
+) -> tuple[Tensor, ...]:
+    """Reads the features of a round, and drafts the best tree of a block.
 
     Args:
         inputs: `plan` [B, 6]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
-            `BlockHead.join`; `request_inputs`.
+            `BlockHead.join`; `last`, see `PlainSteps`; `request_inputs`.
+    Returns:
+        Tokens, parents and values [B, n], and the new `last` of a head with a lattice.
     """
     plan, target_ids = inputs["plan"], inputs.get("target_ids")
     before = plan[:, _BEFORE] if head.spec.reads_before_anchor else None
     counts, anchors = plan[:, _COUNT], plan[:, _ROOT]
-    _read_context(head, stacks, inputs)
+    states = _read_context(head, stacks, inputs)
+    last = [] if head.spec.lattice is None else [last_states(states, counts, inputs["last"])]
     lengths, positions = plan[:, _LENGTH] + counts, plan[:, _POSITION] + counts
-    states = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)
+    slots = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)
     log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
     log_noise = None if log_noise is None else log_noise.transpose(0, 1)
-    request = BlockRequest(target_ids, top_k, anchors, log_noise, warpers, before)
-    shares_of = BlockScores.of_block(head, request, states, depth).shares()
+    request = BlockRequest(target_ids, top_k, anchors, log_noise, warpers, before, *last)
+    shares_of = BlockScores.of_block(head, request, slots, depth).shares()
     tree = best_tree(anchors, shares_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
     assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
-    return tree.token_ids, tree.parents, tree.values
+    return tree.token_ids, tree.parents, tree.values, *last
 
 
-def _read_context(head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor]) -> None:
-    """Appends the features of a round, in each row at the end of its text."""
+def _read_context(head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor]) -> Float[Tensor, "B J H"]:
+    """Appends the features of a round, in each row at the end of its text; their states."""
     plan, features = inputs["plan"], inputs["features"]
     steps, lengths = torch.arange(features.shape[1], device=plan.device), plan[:, _LENGTH]
     slots = lengths.max() + steps
-    append_context(head, static_cache(stacks, slots), features, plan[:, _POSITION, None] + steps)
+    states = append_context(head, static_cache(stacks, slots), features, plan[:, _POSITION, None] + steps)
     if len(plan) > 1:  # one row has them at their place already
         along = Along(steps.expand(len(plan), -1), plan[:, _COUNT])
         along.move(stacks, slots[0], lengths)
+    return states
 
 
 def _run_block(
@@ -192,7 +214,10 @@ class CompiledSteps(CompiledForwards):
             self._reading.cache.has_moved = True
             self._reading.keep(self._pending[1])
             self._pending = None
-        tokens, parents, values = (each[:, : 1 + _num_scored(depth, top_k, max_nodes)] for each in result)
+        tree, last = result[:3], result[3:]
+        if last:  # the next call overwrites it
+            self._plain.last = last[0].clone()
+        tokens, parents, values = (each[:, : 1 + _num_scored(depth, top_k, max_nodes)] for each in tree)
         return DraftTree(tokens, parents, max_depth=depth, values=values)
 
     @property
@@ -213,6 +238,7 @@ class CompiledSteps(CompiledForwards):
             "plan": copy_to_device([[*row, depth, token] for row, token in zip(of_rows, earlier, strict=True)], plan),
             "prompt": self.prompt(buffers, len(roots), capacity),
             "features": self._placed(buffers, features, len(roots)),
+            **({} if head.spec.lattice is None else {"last": buffers.filled("last", self._plain.last)}),
             **request_inputs(buffers, state, self._depth, head.device, self._loaded.target_ids),
         }
 

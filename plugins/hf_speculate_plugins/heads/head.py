@@ -187,7 +187,7 @@ class SharingHead(nn.Module, Generic[Spec]):
     def windows(self) -> Sequence[int | None]:
         return self.spec.windows
 
-    def embed(self, token_ids: Int[Tensor, "B N"]) -> Float[Tensor, "B N Hd"]:
+    def embed(self, token_ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N Hd"]:
         """Token embeddings, on the head's device (the target's embeddings may lie elsewhere)."""
         if self.shared["embed_tokens"] is None:
             return known_rows(self.embed_tokens.weight, token_ids)

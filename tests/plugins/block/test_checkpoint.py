@@ -34,6 +34,7 @@ LAYOUTS = {
     "domino": ["modelopt"],
     "xpress": ["speculators"],
     "dflash2": ["zlab"],
+    "lilicorr": ["zlab"],
 }
 CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
 

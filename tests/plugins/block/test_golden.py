@@ -40,6 +40,7 @@ WITH_ROUNDS = [
     "modelopt-dspark-flat",
     "modelopt-dspark-rnn-swa",
     "nemotron-dspark-sinks",
+    "sglang-lilicorr",
 ]
 WITH_ANCHORS = [
     "dflash-speculators-fullvocab-swa",
@@ -109,7 +110,7 @@ def path_logits(head, hidden, previous):
 
 
 def test_golden_folders_are_all_covered(golden_root):
-    families = ("dflash", "dspark", "jetspec", "ddtree", "lfm2", "modelopt", "nemotron")
+    families = ("dflash", "dspark", "jetspec", "ddtree", "lfm2", "modelopt", "nemotron", "sglang")
     found = {path.name for path in golden_root.iterdir() if path.name.startswith(families)}
     assert found == {*WITH_ROUNDS, *WITH_ANCHORS, *DDTREES} - {"speculators-xpress"}
 
@@ -212,6 +213,24 @@ def test_golden_selector_probabilities(golden_root, name):
             order = [candidates.index(token) for token in expected_ids]
             found = scores.following(depth, given[:, depth])[0][0]
             torch.testing.assert_close(found[:, order], vectors[f"round{number}_cond_log_q"][:, depth], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["sglang-lilicorr"])
+def test_golden_lattice_scores(golden_root, name):
+    drafter, vectors = drafter_of(name), vectors_of(name)
+    head, depth = drafter.head, drafter.spec.max_depth
+    for number, root, session in rounds_of(name, drafter):
+        prefix, slots = f"round{number}", slots_of(session, root)
+        request = BlockRequest.of(drafter._loaded, drafter.options, state_for(root), depth)
+        scores = BlockScores.of_block(head, request._replace(last=session._steps.last), slots, depth)
+        assert torch.equal(scores.candidates[0], vectors[f"{prefix}_candidate_ids"])
+        log_probs = head.logits(slots[:, 1:]).log_softmax(-1).gather(-1, scores.candidates)
+        torch.testing.assert_close(log_probs[0], vectors[f"{prefix}_candidate_log_probs"], **CLOSE)
+        start = vectors[f"{prefix}_start_scores"]
+        torch.testing.assert_close(scores.steps[0, 0], start.expand(len(start), -1), **CLOSE)
+        torch.testing.assert_close(scores.steps[0, 1:], vectors[f"{prefix}_pair_scores"], **CLOSE)
+        chain = session.draft(state_for(root, chains_only=True)).token_ids[0, 1:, None]
+        assert torch.equal((scores.candidates[0] == chain).long().argmax(-1), vectors[f"{prefix}_path_ranks"])
 
 
 @pytest.mark.parametrize("name", WITH_PATHS)

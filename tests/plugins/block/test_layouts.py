@@ -181,15 +181,6 @@ def test_domino_and_xpress_repeat_sizes_in_their_configs(tmp_path):
         BlockDrafter.from_folder(edited(folder, lambda config: config.update(xpress_mlp_ratio=4)), target())
 
 
-def test_lilicorr_is_refused_by_name(tmp_path):
-    folder = written(tmp_path, "dflash", "zlab", lambda t: t.update({"lilicorr.in_head.bias": torch.zeros(8)}))
-    edited(folder, lambda config: config["dflash_config"].update(lilicorr_candidate_topk=4))
-    with pytest.raises(
-        CheckpointError, match=r"this is a LiLiCorr head, whose .* is not computed here\. Heads of DFlash,"
-    ):
-        BlockDrafter.from_folder(str(folder), target())
-
-
 def test_a_head_in_its_targets_own_folder(tmp_path):
     """SGLang keeps a target's head in `dspark/`. It is a head for that target only: a draft model for others."""
     target().save_pretrained(tmp_path / "target")

@@ -39,7 +39,7 @@ def place(request, monkeypatch):
 
 @pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)], (9, 4, 13)), ids=["1 row", "3 rows left padded"])
-@pytest.mark.parametrize("kind", quick(KINDS, "windows", "dflash2"))
+@pytest.mark.parametrize("kind", quick(KINDS, "windows", "dflash2", "lilicorr"))
 def test_drafts_are_plains_in_every_round(place, prompt, kind, lengths, sampling):
     batch, request = padded_batch(prompt, lengths), {**REQUEST, **sampling}
     expected = drafts_of(BlockSession, target(), random_block(kind, target(), **LARGE), batch, request, compile=False)
@@ -123,7 +123,7 @@ def session_of(kind, num_tokens, padding, compiler=None):
 
 
 @pytest.mark.parametrize("num_tokens", [9, 490], ids=["short", "into larger buffers"])
-@pytest.mark.parametrize("kind", quick(KINDS, "windows", "jetspec", "rnn", "xpress"))
+@pytest.mark.parametrize("kind", quick(KINDS, "windows", "jetspec", "rnn", "xpress", "lilicorr"))
 def test_rounds_of_any_length_and_depth(monkeypatch, kind, num_tokens):
     """Rows advance by 0 to 5 tokens, or by more than a recording reads, with a draft after each round or not."""
     replays, choose, generator = stand_in(monkeypatch), random.Random(3), torch.Generator().manual_seed(2)

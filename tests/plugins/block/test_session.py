@@ -12,39 +12,17 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from hf_speculate import Speculator
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.testing import check_drafter
-from hf_speculate.tree import PADDING_PARENT
 from hf_speculate_plugins.block import BlockDrafter, BlockOptions
 from hf_speculate_plugins.block.scores import BlockRequest, BlockScores
 
 from ...support.block_heads import KINDS, loaded_block, random_block
+from ...support.block_sessions import nodes_of, shown, state_for
 from ...support.heads import PLAIN, batch_of, left_padded, target
 from ...support.pretended_device import PretendedDevice
 from ...support.tiers import quick, quick_quarter
 
 
 PAIRED = ("dspark", "gated", "reduced")
-
-
-def state_for(roots, max_depth=99, **fields):
-    return DraftState(
-        root_ids=torch.tensor(roots),
-        active=fields.pop("active", (True,) * len(roots)),
-        max_depth=max_depth,
-        chains_only=fields.pop("chains_only", False),
-        num_emitted=(1,) * len(roots),
-        **fields,
-    )
-
-
-def shown(drafter, model, inputs):
-    """A session that was told of a prompt; roots are the last tokens."""
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    output = model(ids[:, :-1], attention_mask=None if mask is None else mask[:, :-1], output_hidden_states=True)
-    padded = None if mask is None or bool(mask.all()) else mask[:, :-1].bool()
-    session = drafter.start(DraftRequest(target=model, input_ids=ids[:, :-1], attention_mask=padded))
-    features = {layer: output.hidden_states[layer] for layer in drafter.feature_layers}
-    session.observe(ids[:, 1:], features, torch.full((len(ids),), ids.shape[1] - 1))
-    return session
 
 
 def slots_of(session, anchor):
@@ -57,14 +35,6 @@ def slots_of(session, anchor):
 def scores_of(drafter, state, slots):
     request = BlockRequest.of(drafter._loaded, drafter.options, state, slots.shape[1])
     return BlockScores(drafter.head, request, slots)
-
-
-def nodes_of(tree, row=0):
-    """(path, value) of the draft nodes of a row, in their order."""
-    host, paths = tree.host, [()]
-    for token, parent in list(zip(host.token_ids[row], host.parents[row], strict=True))[1:]:
-        paths.append((*paths[parent], token) if parent != PADDING_PARENT else None)
-    return [(path, value) for path, value in zip(paths, host.values[row], strict=True) if path]
 
 
 @pytest.mark.parametrize("kind", quick_quarter(KINDS))
@@ -260,7 +230,7 @@ def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
-    ("kind", "dtype"), list(itertools.product(["dspark", "dflash2"], [torch.bfloat16, torch.float16]))
+    ("kind", "dtype"), list(itertools.product(["dspark", "dflash2", "lilicorr"], [torch.bfloat16, torch.float16]))
 )
 def test_half_precision(prompt, kind, dtype):
     model = target(dtype=dtype)

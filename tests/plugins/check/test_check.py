@@ -224,7 +224,10 @@ def test_golden_fitted_head_is_found_out_of_its_mislabelled_copies(golden_root, 
 
 @pytest.mark.parametrize(
     "kind",
-    ["eagle1", "safeailab", "speculators", "speculators-parallel", "medusa", "dflash", "windows", "rnn", "dflash2"],
+    [
+        *("eagle1", "safeailab", "speculators", "speculators-parallel", "medusa"),
+        *("dflash", "windows", "rnn", "dflash2", "lilicorr"),
+    ],
 )
 def test_replayed_chains_are_those_of_decoding(tmp_path, prompt, kind):
     """Texts with prompts of several lengths, whose every fourth continuation is what a session drafted there."""

@@ -11,7 +11,7 @@ import torch
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.block import BlockConventions, BlockFiles, BlockHead
-from hf_speculate_plugins.block.loading import DEFAULTS as OF_BLOCKS
+from hf_speculate_plugins.block.defaults import DEFAULTS as OF_BLOCKS
 from hf_speculate_plugins.checkpoints import GGUF_ARCHITECTURE, Checkpoint, ConfigValues, read_checkpoint
 from hf_speculate_plugins.checkpoints.layer_config import layer_config
 from hf_speculate_plugins.eagle import EagleConventions, EagleFiles
@@ -32,6 +32,7 @@ HEADS = {
     ("zlab", "dflash"): ("dflash", {}, "zlab"),
     ("zlab", "dspark"): ("dspark", {}, "deepspec"),
     ("zlab", "dflash2"): ("dflash2", NO_SCALES, "zlab"),
+    ("zlab", "lilicorr"): ("lilicorr", {}, "zlab"),
     ("deepspec", "dflash"): ("dspark", {"method": "dflash", **WITHOUT_MARKOV}, "deepspec"),
     ("deepspec", "dspark"): ("dspark", {}, "deepspec"),
     ("specforge", "dflash"): ("dspark", {"method": "dflash", **WITHOUT_MARKOV}, "deepspec"),

@@ -204,6 +204,7 @@ _NO_BLOCK = {
     "windows": ("windows", {}),
     "a Markov head that is not vanilla": ("gated", {}),
     "convolutions and a selector": ("dflash2", {}),
+    "LiLiCorr's lattice": ("lilicorr", {}),
     "some are causal": ("dflash", {"causal": (True, False)}),
     "an anchor's slot": ("dflash", {"first_slot": 0}),
     "another width": ("dflash", {"adapts_features": True}),

@@ -196,9 +196,10 @@ class TestLearning:
         made(batch, run_states).loss.backward()
         assert all(p.grad is not None and p.grad.any() for p in made.parameters() if p.requires_grad)
 
-    def test_heads_with_attention_sinks_are_refused(self, tmp_path):
-        random_block("modelopt", target(torch.float32)).save_pretrained(tmp_path / "head")
-        with pytest.raises(RecipeError, match="this dspark head has a part that is not trained here: attention sinks"):
+    @pytest.mark.parametrize(("kind", "part"), [("modelopt", "attention sinks"), ("lilicorr", "lattice")])
+    def test_heads_with_other_parts_are_refused(self, tmp_path, kind, part):
+        random_block(kind, target(torch.float32)).save_pretrained(tmp_path / "head")
+        with pytest.raises(RecipeError, match=f"head has a part that is not trained here: {part}"):
             warm_block(tmp_path / "head", target(torch.float32))
 
     @pytest.mark.parametrize("truncated", [False, True])

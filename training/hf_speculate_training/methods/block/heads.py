@@ -134,7 +134,8 @@ def warm_block(folder: str | os.PathLike, target: GenerativeModel) -> tuple[Bloc
         RecipeError: a part that these methods do not train, such as a selector or sinks; a target with more tokens.
     """
     loaded = load_head(local_folder(os.fspath(folder)), target, packed=False)
-    spec, parts = loaded.head.spec, {"dflash2": "selector", "domino": "recurrent state", "xpress": "refiner"}
+    parts = {"dflash2": "selector", "domino": "recurrent state", "xpress": "refiner", "lilicorr": "lattice"}
+    spec = loaded.head.spec
     if (part := "attention sinks" if spec.attention_sinks else parts.get(spec.method)) is not None:
         raise RecipeError(f"method.start_from: this {spec.method} head has a part that is not trained here: {part}.")
     refuse_added_tokens(spec.vocab_size, target)
