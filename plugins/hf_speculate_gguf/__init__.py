@@ -3,7 +3,7 @@
 reading        the header of a file, with every length checked against the file's size
 metadata       metadata values by type, and the vocabulary that they describe
 tokenizer      the tokenizer in the file
-architectures  the architectures that are loaded, and how they differ
+architectures  the architectures that are loaded, and how they differ; delta_net: recurrent layers
 rope           its RoPE: scaling, factors of frequencies
 model          the model in the file: configuration, names, shapes
 shards         files on the disk or the Hub, and models in several files
@@ -15,6 +15,7 @@ vocabulary     a tokenizer of transformers as metadata
 writing        files of metadata and tensors
 """
 
+from .architectures import find_architecture as find_architecture
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model
 from .matrices import Matrix as Matrix

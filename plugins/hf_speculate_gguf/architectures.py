@@ -17,12 +17,14 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
 
 from hf_speculate.errors import CheckpointError
 
+from .delta_net import DeltaNet
 from .metadata import Metadata
 
 
@@ -52,6 +54,8 @@ class Architecture:
         permutes: whether the rows of q and k are in llama.cpp's order: pairs that rotate together are neighbours.
         norm_shift: number that is added to the weights of norms in the file.
         window_base: base of RoPE in layers with a window if the file names none; None: the model has one RoPE.
+        is_hybrid: whether most layers are gated delta nets, and the others gate what each head gives and rotate only a
+            part of a head, as in Qwen3.5.
         options: function that makes further options of the config from metadata and sizes.
     """
 
@@ -64,6 +68,7 @@ class Architecture:
     permutes: bool = False
     norm_shift: float = 0.0
     window_base: float | None = None
+    is_hybrid: bool = False
     options: Callable[[Metadata, Sizes], dict[str, Any]] = lambda reader, sizes: {}
 
 
@@ -109,6 +114,15 @@ def _granite(reader: Metadata, sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _qwen35(reader: Metadata, sizes: Sizes) -> dict[str, Any]:
+    every, num_layers = reader.size("qwen35.full_attention_interval", 4), sizes["num_hidden_layers"]
+    recurs = [(index + 1) % every != 0 for index in range(num_layers)]
+    return {
+        "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in recurs],
+        **DeltaNet.read(reader, "qwen35").config,
+    }
+
+
 def _windows(reader: Metadata, architecture: str, sizes: Sizes, window: int | None, every: int) -> dict[str, Any]:
     """Options of the layers with a window.
 
@@ -148,6 +162,16 @@ ARCHITECTURES = {
         ),
         Architecture("gemma2", Gemma2Config, "Gemma2ForCausalLM", norms=_AROUND, norm_shift=1.0, options=_gemma2),
         Architecture("smollm3", SmolLM3Config, "SmolLM3ForCausalLM", permutes=True, options=_smollm3),
+        Architecture(
+            "qwen35",
+            Qwen3_5TextConfig,
+            "Qwen3_5ForCausalLM",
+            norms={"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+            has_head_norms=True,
+            norm_shift=1.0,
+            is_hybrid=True,
+            options=_qwen35,
+        ),
         Architecture("granite", GraniteConfig, "GraniteForCausalLM", permutes=True, options=_granite),
     )
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
-from .matrices import Matrix, TensorRows, half_split_order, read_vector
+from .delta_net import CONVOLUTION, DECAY, INPUTS, NORM, TIME_STEP
+from .delta_net import OUTPUT as FROM_VALUES
+from .matrices import Matrix, TensorRows, half_split_order, read_values, read_vector
 from .model import (
     ATTENTION,
     EMBEDDINGS,
@@ -42,6 +45,7 @@ from .native import (
     PackedLinear,
     PackedMatrix,
     Projection,
+    ReorderedLinear,
     ScaledEmbedding,
     choose_backend,
     fuse,
@@ -70,8 +74,8 @@ def load_gguf(
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """A causal LM from a GGUF file, its quantised weights kept packed in memory.
 
-    Architectures llama, qwen2, qwen3, gemma2, gemma3, smollm3 and granite; types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to
-    Q6_K, IQ4_NL, IQ4_XS, F16, BF16, F32, and mixes. Matrices of other types that the `gguf` package reads are
+    Architectures llama, qwen2, qwen3, qwen35, gemma2, gemma3, smollm3 and granite; types Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+    Q2_K to Q6_K, IQ4_NL, IQ4_XS, F16, BF16, F32, and mixes. Matrices of other types that the `gguf` package reads are
     dequantised, with a warning. The model is one of transformers' own for inference; it cannot be trained nor saved.
     PEFT's LoRA works on it (`PeftModel.from_pretrained(model, adapter)`), unmerged; DoRA, `modules_to_save` and merging
     need `backend="dense"`.
@@ -200,18 +204,45 @@ class _Builder:
     def _fill_layer(self, layer: Any, prefix: str) -> None:
         for name, module in self.plan.architecture.norms.items():
             getattr(layer, module).weight = self._norm(f"{prefix}{name}.weight")
+        self._fill_projections(layer.mlp, prefix, MLP, ("ffn_gate", "ffn_up"))
+        if hasattr(layer, "linear_attn"):
+            self._fill_delta_net(layer.linear_attn, prefix)
+            return
         for name, module in HEAD_NORMS.items():
             if hasattr(layer.self_attn, module):
                 getattr(layer.self_attn, module).weight = self._norm(f"{prefix}{name}.weight")
-        for parent, names, fused in (
-            (layer.self_attn, ATTENTION, ("attn_q", "attn_k", "attn_v")),
-            (layer.mlp, MLP, ("ffn_gate", "ffn_up")),
-        ):
-            for group in self._groups(prefix, fused):
-                for name, module in zip(group, self._projections(prefix, group), strict=True):
-                    setattr(parent, names[name], module)
-            for name in names.keys() - set(fused):
-                setattr(parent, names[name], self._projections(prefix, [name])[0])
+        self._fill_projections(layer.self_attn, prefix, ATTENTION, ("attn_q", "attn_k", "attn_v"))
+
+    def _fill_projections(self, parent: Any, prefix: str, names: Mapping[str, str], fused: Iterable[str]) -> None:
+        """Sets the projections of a part of a layer.
+
+        Args:
+            names: name of each in the module, by name in the file.
+            fused: names in the file of those that have one input, in the order in which they are called.
+        """
+        for group in self._groups(prefix, fused):
+            for name, module in zip(group, self._projections(prefix, group), strict=True):
+                setattr(parent, names[name], module)
+        for name in names.keys() - set(fused):
+            setattr(parent, names[name], self._projections(prefix, [name])[0])
+
+    def _fill_delta_net(self, net: Any, prefix: str) -> None:
+        self._fill_projections(net, prefix, INPUTS, INPUTS)
+        net.out_proj = self._from_values(f"{prefix}{FROM_VALUES}")
+        net.norm.weight = self._vector(f"{prefix}{NORM}")
+        net.dt_bias = self._parameter(prefix + TIME_STEP, self._ordered(prefix + TIME_STEP))
+        net.A_log = self._parameter(prefix + DECAY, (-self._ordered(prefix + DECAY)).log())
+        net.conv1d.weight = self._parameter(prefix + CONVOLUTION, self._ordered(prefix + CONVOLUTION)[:, None])
+
+    def _from_values(self, name: str) -> nn.Module:
+        """The projection of a delta net's values, whose columns the file may have in another order."""
+        assert self.plan.delta_net is not None
+        matrix, order = self._matrix([name]), self.plan.delta_net.value_order
+        if order is None:
+            return self._linear(matrix, None)
+        if self.backend is None or matrix.type not in FORMATS:
+            return self._dense_linear(self._dense(matrix)[:, order.to(self.device)].contiguous(), None)
+        return self._packed(partial(ReorderedLinear, order=order.argsort()), matrix, None)
 
     def _groups(self, prefix: str, names: Iterable[str]) -> list[list[str]]:
         """Projections of one input. Packed ones of the same type form a group."""
@@ -238,6 +269,8 @@ class _Builder:
 
     def _order(self, name: str) -> Tensor | None:
         """The rows of a tensor in transformers' order; None if they are in order."""
+        if self.plan.delta_net is not None:
+            return self.plan.delta_net.row_order(name.split(".", 2)[-1])
         if not self.plan.architecture.permutes:
             return None
         config, rows = self.plan.config, self.file.tensors[name].shape[0]
@@ -251,7 +284,7 @@ class _Builder:
             return self._dense_linear(self._dense(matrix), bias)
         return self._packed(PackedLinear, matrix, bias)
 
-    def _packed(self, kind: type[PackedMatrix], matrix: Matrix, bias: Tensor | None) -> PackedMatrix:
+    def _packed(self, kind: Callable[..., PackedMatrix], matrix: Matrix, bias: Tensor | None) -> PackedMatrix:
         assert self.backend is not None
         packed = self.backend.pack(matrix, self.device)
         return kind(matrix.num_columns, matrix.num_rows, matrix.type, self.backend, packed, bias)
@@ -300,9 +333,18 @@ class _Builder:
     def _vector(self, name: str, shift: float = 0.0) -> nn.Parameter:
         """A vector of the file, less `shift`."""
         values = read_vector(self.file, self.file.tensors[name])
-        values = (values.float() - shift if shift else values).to(self.device, self.dtype)
+        return self._parameter(name, values.float() - shift if shift else values)
+
+    def _ordered(self, name: str) -> Tensor:
+        """float32: a small tensor of the file, its rows in transformers' order."""
+        values, order = read_values(TensorRows(self.file, self.file.tensors[name])).float(), self._order(name)
+        return values if order is None else values[order]
+
+    def _parameter(self, name: str, values: Tensor) -> nn.Parameter:
+        """Values made of the tensor called `name` as a parameter of the model."""
+        values = values.to(self.device, self.dtype)
         if not values.isfinite().all():
-            raise CheckpointError(f"{self.file.path!r}: {name!r} holds values that are not finite.")
+            raise CheckpointError(f"{self.file.path!r}: {name!r} holds values that are not finite or not possible.")
         return nn.Parameter(values, requires_grad=False)
 
     def _bias(self, name: str) -> Tensor | None:

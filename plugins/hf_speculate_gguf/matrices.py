@@ -36,7 +36,7 @@ class TensorRows:
     def read(self, start: int, stop: int) -> UInt8[Tensor, "R bytes"]:
         if self.order is None:
             return self.file.read(self.entry, start, stop)
-        wanted = self.order[start:stop]  # rows move only within a head, so little more is read than needed
+        wanted = self.order[start:stop]  # mostly rows of a head or two, so little more is read than needed
         first = int(wanted.min())
         return self.file.read(self.entry, first, int(wanted.max()) + 1)[wanted - first]
 

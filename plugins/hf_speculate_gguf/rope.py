@@ -37,6 +37,8 @@ _NEUTRAL = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0
 def rope_parameters(reader: Metadata, architecture: Architecture, sizes: dict[str, int]) -> dict[str, Any]:
     """RoPE's parameters by transformers' names, by layer type if those with a window have their own."""
     parameters = _rope_parameters(reader, architecture.name, sizes)
+    if architecture.is_hybrid:
+        return parameters | _partial_rope(reader, architecture.name, sizes)
     if architecture.window_base is None:
         return parameters
     base = reader.number(f"{architecture.name}.rope.freq_base_swa", architecture.window_base)
@@ -68,6 +70,22 @@ def _rope_parameters(reader: Metadata, architecture: str, sizes: dict[str, int])
             if f"{prefix}.scaling.{theirs}" in reader.file.metadata:
                 parameters[ours] = reader.number(f"{prefix}.scaling.{theirs}")
     return parameters
+
+
+def _partial_rope(reader: Metadata, architecture: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """Parameters of RoPE that rotates a part of each head, with positions of texts and pictures in sections of it."""
+    rotated = reader.size(f"{architecture}.rope.dimension_count")
+    sections = reader.items(f"{architecture}.rope.dimension_sections", int) or [rotated // 2, 0, 0]
+    if rotated % 2 or rotated > sizes["head_dim"] or len(sections) < 3 or min(sections) < 0:
+        raise CheckpointError(
+            f"{reader.file.path!r}: RoPE turns {rotated} of the {sizes['head_dim']} values of a head, in sections "
+            f"{sections}: pairs within a head, and three sections, are expected."
+        )
+    return {
+        "partial_rotary_factor": rotated / sizes["head_dim"],
+        "mrope_section": sections[:3],
+        "mrope_interleaved": True,
+    }
 
 
 def _check_scaling(reader: Metadata, prefix: str) -> None:
@@ -119,13 +137,13 @@ def check_angles(reader: Metadata, config: Any) -> None:
         try:
             plain = kind == "default"
             frequencies = (
-                _frequencies(found["rope_theta"], config.head_dim)
+                _frequencies(found["rope_theta"], rotated_size(config, found))
                 if plain
                 else ROPE_INIT_FUNCTIONS[kind](config, "cpu", **named)[0]
             )
         except (ArithmeticError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{reader.file.path!r}: RoPE cannot be computed: {error}") from error
-        if not (frequencies.isfinite().all() and frequencies.shape == (config.head_dim // 2,)):
+        if not (frequencies.isfinite().all() and frequencies.shape == (rotated_size(config, found) // 2,)):
             raise CheckpointError(f"{reader.file.path!r}: RoPE with {found} gives no angles.")
 
 
@@ -170,6 +188,11 @@ def describe_rope(architecture: str, rope: Mapping[str, Any], head_dim: int) -> 
         return found, None
     config = LlamaConfig(head_dim=head_dim, rope_parameters=dict(rope))
     return found, plain_frequencies(config) / ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+
+
+def rotated_size(config: Any, parameters: Mapping[str, Any]) -> int:
+    """The number of values of a head that RoPE rotates."""
+    return round(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def plain_frequencies(config: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,30 @@ class FileShape:
             "ffn_up": (inner, hidden),
             "ffn_down": (hidden, inner),
         }
+
+    @property
+    def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of all tensors."""
+        shapes: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (self.vocab_size, self.hidden_size))]
+        for layer in range(self.num_layers):
+            shapes += [(f"blk.{layer}.{name}", size) for name, size in self.layer_tensors(layer)]
+        shapes.append(("output_norm.weight", (self.hidden_size,)))
+        if not self.is_tied:
+            shapes.append(("output.weight", (self.vocab_size, self.hidden_size)))
+        return shapes
+
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of a layer's tensors."""
+        for name, size in self.matrices.items():
+            yield f"{name}.weight", size
+            if self.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                yield f"{name}.bias", size[:1]
+        norms = ("attn_norm", "ffn_norm")
+        if self.architecture in ("gemma2", "gemma3"):
+            norms += ("post_attention_norm", "post_ffw_norm")
+        yield from ((f"{name}.weight", (self.hidden_size,)) for name in norms)
+        if self.architecture in ("qwen3", "gemma3"):
+            yield from ((f"{name}.weight", (self.head_size,)) for name in ("attn_q_norm", "attn_k_norm"))
 
 
 # Name and columns of a matrix -> its type.
@@ -168,7 +192,7 @@ def write_random_file(
     writer = gguf.GGUFWriter(os.fspath(path), shape.architecture)
     _write_metadata(writer, shape, metadata or {})
     given = dict(extra_tensors or {})
-    for name, size in _tensor_shapes(shape):
+    for name, size in shape.tensors:
         if name in given:
             continue
         if len(size) == 1:
@@ -191,25 +215,6 @@ def _add_matrix(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: st
     if kind in DENSE_TYPES:
         values = gguf.quantize(values, quantization)
     writer.add_tensor(name, values, raw_dtype=quantization)
-
-
-def _tensor_shapes(shape: FileShape) -> list[tuple[str, tuple[int, ...]]]:
-    shapes: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (shape.vocab_size, shape.hidden_size))]
-    for layer in range(shape.num_layers):
-        for name, size in shape.matrices.items():
-            shapes.append((f"blk.{layer}.{name}.weight", size))
-            if shape.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
-                shapes.append((f"blk.{layer}.{name}.bias", size[:1]))
-        norms = ("attn_norm", "ffn_norm")
-        if shape.architecture in ("gemma2", "gemma3"):
-            norms += ("post_attention_norm", "post_ffw_norm")
-        shapes += [(f"blk.{layer}.{name}.weight", (shape.hidden_size,)) for name in norms]
-        if shape.architecture in ("qwen3", "gemma3"):
-            shapes += [(f"blk.{layer}.{name}.weight", (shape.head_size,)) for name in ("attn_q_norm", "attn_k_norm")]
-    shapes.append(("output_norm.weight", (shape.hidden_size,)))
-    if not shape.is_tied:
-        shapes.append(("output.weight", (shape.vocab_size, shape.hidden_size)))
-    return shapes
 
 
 def _write_metadata(writer: gguf.GGUFWriter, shape: FileShape, changes: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from .modules import PackedEmbedding as PackedEmbedding
 from .modules import PackedLinear as PackedLinear
 from .modules import PackedMatrix as PackedMatrix
 from .modules import Projection as Projection
+from .modules import ReorderedLinear as ReorderedLinear
 from .modules import ScaledEmbedding as ScaledEmbedding
 from .ranking import NativeRanking as NativeRanking
 from .ranking import Sampling as Sampling

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -164,6 +165,23 @@ class PackedMatrix(PackedModule):
 
 class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]
     """A linear layer whose matrix stays packed."""
+
+
+class ReorderedLinear(PackedLinear):
+    """A packed layer whose columns are in another order than its inputs.
+
+    Args:
+        order: column of the inputs that each column of the matrix multiplies.
+    """
+
+    order: Tensor
+
+    def __init__(self, *arguments: Any, order: Int64[Tensor, " K"]):
+        super().__init__(*arguments)
+        self.register_buffer("order", order.to(self.packed.device), persistent=False)
+
+    def forward(self, inputs: Float[Tensor, "*M K"]) -> Float[Tensor, "*M N"]:
+        return super().forward(inputs[..., self.order])
 
 
 class FusedLinear(nn.Module):

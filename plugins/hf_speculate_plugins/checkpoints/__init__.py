@@ -22,6 +22,7 @@ from .decoder_config import speculators_section as speculators_section
 from .decoder_config import stated_name as stated_name
 from .decoder_config import stated_sizes as stated_sizes
 from .files import Checkpoint as Checkpoint
+from .files import check_finite as check_finite
 from .files import checkpoint_files as checkpoint_files
 from .files import listed as listed
 from .files import read_checkpoint as read_checkpoint

@@ -21,6 +21,8 @@ from .head import FeedingHead as FeedingHead
 from .head import LoadedHead as LoadedHead
 from .head import PlacedAttention as PlacedAttention
 from .head import SharingHead as SharingHead
+from .head import dense_state as dense_state
+from .head import keep_packed as keep_packed
 from .head import known_rows as known_rows
 from .head import rotary_embedding as rotary_embedding
 from .reading import Place as Place

@@ -80,7 +80,7 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
         head = options.pop("head", None)
         chosen = read_options(MtpOptions, options, cls.name, also=["head"])
         source = Source.of_target(target) if head is None else Source.find(head, num_layers_of(target))
-        return cls(load_head(source, target, chosen.draft_vocab), target, chosen)
+        return cls(load_head(source, target, chosen.draft_vocab, packed=True), target, chosen)
 
     @classmethod
     def recognizes(cls, folder: str) -> bool:

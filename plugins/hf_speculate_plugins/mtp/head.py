@@ -28,7 +28,7 @@ from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_windows, output_layer
 
 from ..checkpoints import Checkpoint, HeadSpec, KeyAccount, vocabulary_output
-from ..heads import Attend, FeedingHead, LoadedHead
+from ..heads import Attend, FeedingHead, LoadedHead, keep_packed
 from .layouts import LAYOUTS, Layout
 from .source import Source
 
@@ -139,11 +139,14 @@ class MtpHead(FeedingHead[MtpSpec]):
         return normed, normed
 
 
-def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None = None) -> LoadedHead[MtpHead]:
+def load_head(
+    source: Source, target: GenerativeModel, draft_vocab: int | None = None, *, packed: bool = False
+) -> LoadedHead[MtpHead]:
     """The first draft layer of `source` for `target`, on the device of the target's last layer.
 
     Args:
         draft_vocab: number of tokens to draft, see `MtpOptions`.
+        packed: whether matrices that a GGUF file has in blocks may stay so (`keep_packed`): to draft, not to train.
     Raises:
         CheckpointError: tensors are missing, unknown or of other shapes than the target's own layers.
         TargetMismatchError: the target has another width, or no layer of this kind.
@@ -165,6 +168,8 @@ def load_head(source: Source, target: GenerativeModel, draft_vocab: int | None =
     }
     head.load_state_dict(state, assign=True)
     head.rotary.to(device)
+    if packed and checkpoint.packed:
+        keep_packed(head, checkpoint.packed)
     return LoadedHead(head.eval().requires_grad_(False), None, report)
 
 

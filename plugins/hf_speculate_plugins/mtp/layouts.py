@@ -46,6 +46,14 @@ class Layout:
         object.__setattr__(self, "regex", re.compile(self.pattern))
 
 
+_OF_BLOCKS = {
+    **{f"attn_{each}": f"layers.0.self_attn.{each}_proj" for each in "qkv"},
+    **{f"attn_{each}_norm": f"layers.0.self_attn.{each}_norm" for each in "qk"},
+    **{f"ffn_{each}": f"layers.0.mlp.{each}_proj" for each in ("gate", "up", "down")},
+    "attn_output": "layers.0.self_attn.o_proj",
+    "attn_norm": "layers.0.input_layernorm",
+    "post_attention_norm": "layers.0.post_attention_layernorm",
+}
 _JOINED = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "fc", "final_layernorm": "norm"}
 
 LAYOUTS = (
@@ -77,6 +85,17 @@ LAYOUTS = (
         r"(?:mtp_layers\.(?P<layer>\d+)\.|(?=verifier_))",
         _JOINED,
         copies=("verifier_lm_head.weight",),
+    ),
+    Layout(
+        "GGUF",
+        "blk.N.nextn.eh_proj.weight",
+        r"blk\.(?P<layer>\d+)\.",
+        {
+            **{"nextn.enorm": "enorm", "nextn.hnorm": "hnorm", "nextn.eh_proj": "fc", "nextn.shared_head_norm": "norm"},
+            **_OF_BLOCKS,
+        },
+        copies=("nextn.shared_head_head.weight", "nextn.embed_tokens.weight"),
+        follows_target=True,
     ),
 )
 

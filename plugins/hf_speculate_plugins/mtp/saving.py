@@ -17,9 +17,10 @@ from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
 from ..checkpoints import read_config, read_weight_map, speculators_section, write_checkpoint
+from ..heads import dense_state
 from .head import MtpHead
 from .layouts import layout_of, speculators_name
-from .source import COUNTS, Source, counted, text_config
+from .source import COUNTS, Source, counted, is_gguf, text_config
 
 
 logger = get_logger(__name__)
@@ -68,8 +69,13 @@ def keep(source: Source, folder: str | os.PathLike) -> list[str]:
         Names of the tensors that were added; empty if the folder has them.
 
     Raises:
-        CheckpointError: the folder has no model in safetensors, or one of another depth or width.
+        CheckpointError: the folder has no model in safetensors, or one of another depth or width; or the source is a
+            GGUF file.
     """
+    if is_gguf(source.name):
+        raise CheckpointError(
+            f"the draft layers in {source.name} are quantised as llama.cpp does: keep those of the original checkpoint."
+        )
     path = Path(user_path(folder))
     config = read_config(str(path))
     text = text_config(config)
@@ -103,7 +109,8 @@ def write_head(
     """
     if head.spec.hidden_first or head.spec.zeroes_first:
         raise CheckpointError(f"the speculators layout cannot express {head.spec.dialect}'s order of inputs.")
-    tensors = {speculators_name(name): tensor for name, tensor in head.state_dict().items()}
+    state = dense_state(head, head.dtype)
+    tensors = {speculators_name(name): tensor for name, tensor in state.items()}
     config = {
         "architectures": ["MTPDraftModel"],
         "speculators_model_type": "mtp",

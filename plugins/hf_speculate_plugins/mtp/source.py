@@ -77,13 +77,8 @@ class Source:
             CheckpointError: it cannot be read, or has no draft layers.
         """
         name = user_path(name_or_path)
-        if name.endswith(".gguf"):
-            raise CheckpointError(
-                f"{name} is a GGUF file, whose draft layers are not read. Those of the original checkpoint fit: "
-                "mtp:head=FOLDER_OR_HUB_ID."
-            )
         try:
-            files = read_weight_map(lambda file: _file(name, file, hub))
+            files = _gguf_map(name) if is_gguf(name) else read_weight_map(lambda file: _file(name, file, hub))
         except OSError as error:
             raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
         found = layout_of(files, num_target_layers)
@@ -99,7 +94,7 @@ class Source:
         """The names of tensors to read, by the path of the file that holds them."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
-            path = _file(self.name, file, self.hub)
+            path = file if is_gguf(file) else _file(self.name, file, self.hub)
             if path is None:
                 raise CheckpointError(f"{self.name}: its index names the file {file!r}, which is not there.")
             found[path].append(name)
@@ -108,17 +103,28 @@ class Source:
     def read(self, layer: int = 0) -> tuple[Checkpoint, Sequence[str]]:
         """The tensors of one draft layer under the names of this package, experts stacked, and those left out.
 
+        Matrices that a GGUF file has in blocks are in `Checkpoint.packed`, too.
+
         Raises:
             CheckpointError: unreadable files, NaN, or experts that are missing.
         """
         tensors: dict[str, Tensor] = {}
+        packed: dict[str, Any] = {}
         left_out = []
         for path, names in self.paths().items():
             wanted = [name for name in names if self._is_wanted(name, layer)]
             left_out += [name for name in names if name not in wanted]
-            tensors |= {self.places[name].name: each for name, each in read_named(path, wanted).items()}
+            if is_gguf(path):
+                from .gguf_files import opened, read_tensors  # and the package for packed targets
+
+                found = read_tensors(opened(path), wanted)
+                packed |= {self.places[name].name: matrix for name, (_, matrix) in found.items() if matrix is not None}
+                tensors |= {self.places[name].name: values for name, (values, _) in found.items()}
+            else:
+                tensors |= {self.places[name].name: each for name, each in read_named(path, wanted).items()}
         config = read_config(self.name) if os.path.isdir(self.name) else {}
-        return Checkpoint(self.name, config, _stacked(tensors, self.name), sorted(set(self.files.values()))), left_out
+        files = sorted(set(self.files.values()))
+        return Checkpoint(self.name, config, _stacked(tensors, self.name), files, packed), left_out
 
     def _is_wanted(self, name: str, layer: int) -> bool:
         place = self.places[name]
@@ -143,7 +149,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
     """The message for a checkpoint without draft layers: what its config states, and where they would be."""
-    path = _file(name, "config.json", hub)
+    path = None if is_gguf(name) else _file(name, "config.json", hub)
     text = text_config(read_json(path) if path else {})
     stated = ", ".join(f"{key}={number}" for key, number in counted(text).items())
     lost = f", though its config.json states {stated}: they were lost when it was saved" if stated else ""
@@ -152,6 +158,18 @@ def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
         f"{name} holds no draft layers (MTP) among its {num_tensors} tensors{lost}. Their names would be {examples}. "
         "If another checkpoint of this model has them: mtp:head=FOLDER_OR_HUB_ID."
     )
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a place is a GGUF file."""
+    return path.endswith(".gguf")
+
+
+def _gguf_map(path: str) -> dict[str, str]:
+    """`read_weight_map` of a GGUF file, which is one file even where it is in parts."""
+    from .gguf_files import opened  # and the package for packed targets
+
+    return dict.fromkeys(opened(path).tensors, path)
 
 
 def _file(place: str, file: str, hub: Mapping[str, Any]) -> str | None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2F
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.drafting import DraftRequest
+from hf_speculate_gguf import load_model
 from hf_speculate_plugins.heads import CachedAttention
 from hf_speculate_plugins.mtp import MtpDrafter
 
@@ -27,13 +28,21 @@ HEADS = [
     "mtp-deepseek_v3-2layers",
     "mtp-mimo",
     "mtp-speculators",
+    "mtp-qwen3_5-text/target.gguf",
 ]
 WITH_RUNS = [name for name in HEADS if name not in ("mtp-deepseek_v3-2layers", "mtp-speculators")]
 pytestmark = pytest.mark.usefixtures("golden_root")
 
 
+def set_of(name: str) -> str:
+    """The set of vectors of a head, which may be in a file of its own."""
+    return name.partition("/")[0]
+
+
 @cache
 def target_of(name: str) -> Any:
+    if name.endswith(".gguf"):
+        return load_model(GOLDEN / name, dtype=torch.float32)
     folder = GOLDEN / meta_of(name)["target"]
     if name == "mtp-mimo":  # its own class is remote code; it computes what Qwen2 does
         config = Qwen2Config.from_pretrained(folder / "config.qwen2.json")
@@ -50,7 +59,7 @@ def drafter_of(name: str) -> MtpDrafter:
 @torch.no_grad()
 def read(name: str, prefix: str = ""):
     """The vectors' N entries, run at once: states, logits, states that are fed back, and the cache."""
-    head, vectors, cache = drafter_of(name).head, vectors_of(name), DynamicCache()
+    head, vectors, cache = drafter_of(name).head, vectors_of(set_of(name)), DynamicCache()
     states = vectors["target_last_hidden"]
     if prefix:
         states = torch.cat([states, vectors[f"{prefix}target_last_hidden"]])
@@ -62,7 +71,7 @@ def read(name: str, prefix: str = ""):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_entries(name):
-    vectors = vectors_of(name)
+    vectors = vectors_of(set_of(name))
     hidden, logits, fed_back, _ = read(name)
     for key, found in (("tf_hidden", hidden), ("tf_logits", logits), ("tf_feedback", fed_back)):
         torch.testing.assert_close(found[0], vectors[key], **CLOSE)
@@ -72,7 +81,7 @@ def test_entries(name):
 @pytest.mark.parametrize("name", HEADS)
 @torch.no_grad()
 def test_deeper_tokens_take_the_normed_state(name, prefix):
-    head, vectors = drafter_of(name).head, vectors_of(name)
+    head, vectors = drafter_of(name).head, vectors_of(set_of(name))
     _, logits, fed_back, cache = read(name, prefix)
     count = logits.shape[1]
     for step, expected in enumerate(vectors[f"{prefix}chain_logits"]):
@@ -85,7 +94,7 @@ def test_deeper_tokens_take_the_normed_state(name, prefix):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_session_drafts_the_chains_and_forgets_them(name):
-    vectors, drafter = vectors_of(name), drafter_of(name)
+    vectors, drafter = vectors_of(set_of(name)), drafter_of(name)
     ids, (layer,) = vectors["token_ids"][None], drafter.feature_layers
     session = drafter.start(DraftRequest(target=target_of(name), input_ids=ids[:, :-1]))
     session.observe(ids[:, 1:], {layer: vectors["target_last_hidden"][None]}, torch.tensor([ids.shape[1] - 1]))
@@ -97,11 +106,11 @@ def test_a_session_drafts_the_chains_and_forgets_them(name):
     assert tree.host.token_ids[0][1:] == vectors["round2_chain_target_ids"].tolist()
 
 
-@pytest.mark.parametrize("name", quick(WITH_RUNS, "mtp-qwen3_5-text", "mtp-glm4_moe"))
+@pytest.mark.parametrize("name", quick(WITH_RUNS, "mtp-qwen3_5-text/target.gguf", "mtp-glm4_moe"))
 def test_texts_and_accepted_lengths_of_the_references_runs(name):
     target = target_of(name)
     speculator = AutoSpeculator.from_name("mtp", target, depth=3, top_k=1, adaptive=False)
-    for run in meta_of(name)["e2e"]:
+    for run in meta_of(set_of(name))["e2e"]:
         prompt, speculated = torch.tensor([run["prompt"]]), speculator.stats.reset()
         text = target.generate(
             prompt,

@@ -132,10 +132,6 @@ class TestProblems:
         ):
             AutoSpeculator.from_name("mtp", load_target(tmp_path))
 
-    def test_a_gguf_file(self):
-        with pytest.raises(CheckpointError, match="is a GGUF file, whose draft layers are not read"):
-            AutoSpeculator.from_name("mtp", build("llama"), head="somewhere/model.gguf")
-
     def test_a_target_made_in_memory(self):
         with pytest.raises(CheckpointError, match="does not know where it was loaded from"):
             AutoSpeculator.from_name("mtp", build("llama"))
