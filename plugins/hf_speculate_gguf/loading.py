@@ -49,6 +49,7 @@ from .native import (
     ScaledEmbedding,
     choose_backend,
     fuse,
+    run_hybrid_layers,
     together,
 )
 from .report import packing_report
@@ -151,6 +152,7 @@ def build_model(
         raise CheckpointError(f"{plan.file.path!r} has nothing for {', '.join(remaining)}.")
     model.requires_grad_(False).eval()
     fuse(model)
+    run_hybrid_layers(model)
     model.hf_quantizer = PackedGgufQuantizer()
     # Embeddings and output layer are packed apart, so nothing may tie them again.
     model._tied_weights_keys = {}

@@ -8,6 +8,7 @@ rounded        8-bit matrices for drafting; rounded_layers: the layers that use 
 forwards       whole models in one native call (step), with transformers' caches (caches); inputs: what they take
 layers         decoder layers for the kernel (layer_parts), and their rows; snapshot: changes of their modules
 weights        addresses of the weights; large_pages: their memory
+hybrid         delta nets and attention of hybrids, between projections that modules compute
 draft          whole drafts of a head in one native call; ranking and growth: its parts
 """
 
@@ -23,6 +24,7 @@ from .formats import FORMATS as FORMATS
 from .formats import dense_values as dense_values
 from .forwards import fuse as fuse
 from .growth import NativeGrowth as NativeGrowth
+from .hybrid import run_hybrid_layers as run_hybrid_layers
 from .large_pages import together as together
 from .layer_parts import LayerParts as LayerParts
 from .layers import NativeLayers as NativeLayers

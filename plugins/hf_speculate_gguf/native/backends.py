@@ -27,9 +27,13 @@ BUFFER_WEIGHTS = 1 << 22
 
 
 class Backend(ABC):
-    """Packs matrices of blocks and multiplies with them. `name` is that of `load_gguf(backend=)` and reports."""
+    """Packs matrices of blocks and multiplies with them. `name` is that of `load_gguf(backend=)` and reports.
+
+    `rows_together` is the number of rows of a matrix in each row of its packed bytes.
+    """
 
     name: str
+    rows_together = 1
 
     @abstractmethod
     def problem(self, device: torch.device, dtype: torch.dtype) -> str:
@@ -51,6 +55,7 @@ class NativeBackend(Backend):
     """
 
     name = "native"
+    rows_together = binding.TILE_ROWS
     rounds = False
 
     def problem(self, device, dtype):

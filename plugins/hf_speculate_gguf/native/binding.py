@@ -86,6 +86,8 @@ class Library:
             ("hfs_layers", flag, (pointer,)),
             ("hfs_move", None, (pointer, size, pointer, pointer, size)),
             ("hfs_step", integer, (pointer,)),
+            ("hfs_delta", flag, (pointer,)),
+            ("hfs_attend", flag, (pointer,)),
             ("hfs_cut", flag, (pointer, size, pointer, pointer, pointer)),
             ("hfs_draft", integer, (pointer,)),
         ):
@@ -94,6 +96,7 @@ class Library:
         self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
         self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
         self.cut, self.draft = functions.hfs_cut, functions.hfs_draft
+        self.run_delta, self.attend = functions.hfs_delta, functions.hfs_attend
         self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}

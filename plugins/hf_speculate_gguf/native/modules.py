@@ -166,6 +166,12 @@ class PackedMatrix(PackedModule):
 class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]
     """A linear layer whose matrix stays packed."""
 
+    def first_rows(self, count: int) -> PackedLinear:
+        """A layer of the first rows only, whose bytes are this layer's."""
+        packed = self.packed.data[: -(-count // self.backend.rows_together)]
+        bias = None if self.bias is None else self.bias.data[:count]
+        return PackedLinear(self.in_features, count, self.block_type, self.backend, packed, bias)
+
 
 class ReorderedLinear(PackedLinear):
     """A packed layer whose columns are in another order than its inputs.

@@ -238,9 +238,11 @@ def _built(
 
 def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
     """The output layer for the tokens that are drafted: the layer itself, a view of its first rows, or a copy of them
-    where the matrix is quantised."""
+    where the matrix is quantised in another way than in GGUF files."""
     if spec.draft_vocab_size == spec.vocab_size:
         return output
+    if first_rows := getattr(output, "first_rows", None):
+        return first_rows(spec.draft_vocab_size)
     if not is_dense(output):
         return vocabulary_output(output, spec.hidden_size, torch.arange(spec.draft_vocab_size), dtype)
     rows = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=output.bias is not None, device="meta")

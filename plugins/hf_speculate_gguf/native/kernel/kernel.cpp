@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "delta.h"
 #include "draft.h"
 #include "noise.h"
 #include "step.h"
@@ -162,6 +163,12 @@ void hfs_most_probable(const void* scores, int64_t rows, int64_t stride, int64_t
 
 // A whole forward; see `StepRun::work`.
 int hfs_step(Step* step) { return step->layers.is_bf16 ? StepRun<uint16_t>(*step).work() : StepRun<float>(*step).work(); }
+
+// A delta net between its projections, see `Delta`. Returns false if out of memory.
+bool hfs_delta(const Delta* delta) { return delta->is_bf16 ? DeltaRun<uint16_t>(*delta).work() : DeltaRun<float>(*delta).work(); }
+
+// Attention by itself, see `AttentionCall`. Returns false if out of memory.
+bool hfs_attend(const AttentionCall* call) { return call->is_bf16 ? attend_all<uint16_t>(*call) : attend_all<float>(*call); }
 
 // A whole draft; see `DraftRun::work`.
 int hfs_draft(Draft* draft) { return draft->layers.is_bf16 ? DraftRun<uint16_t>(*draft).work() : DraftRun<float>(*draft).work(); }

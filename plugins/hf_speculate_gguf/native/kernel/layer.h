@@ -229,6 +229,29 @@ template <class T> class LayerRun {
   const T* const x;
 };
 
+// Attention alone, for modules that compute the rest; `_AttentionStructure` of hybrid.py. See `Attention`.
+struct AttentionCall {
+  const void *queries, *keys, *values;
+  void* y;  // [cell, row, column], see `Inputs`
+  const int32_t *offsets, *runs;
+  int64_t batch_stride, head_stride, batch_size, num_queries, num_keys, heads, kv_heads, head_dim, is_bf16, threads;
+  double scale;
+};
+
+// Returns false if out of memory.
+template <class T> bool attend_all(const AttentionCall& c) {
+  const Attention<T> a{(const T*)c.queries, (const T*)c.keys, (const T*)c.values, c.batch_stride, c.head_stride,
+                       c.batch_size, c.num_queries, c.num_keys, c.heads, c.kv_heads, c.head_dim, (float)c.scale,
+                       c.offsets, c.runs, 0, {(T*)c.y, nullptr, c.batch_size * c.num_queries}};
+  const int64_t per_thread = Scratch::rounded(sizeof(float) * a.scratch_floats());
+  if (!scratch.reserve(per_thread * c.threads)) return false;
+  uint8_t* const own = scratch.take<uint8_t>(per_thread * c.threads);
+  Team::run(a.items() > 1 ? c.threads : 1, [&](Team& team, int thread) {
+    team.each(a.items(), [&](int64_t i) { attend(a, i, (float*)(own + thread * per_thread)); });
+  });
+  return true;
+}
+
 // All layers of a call, and their memory.
 template <class T> class Layers {
  public:

@@ -1,0 +1,251 @@
+"""Layers of packed hybrids (Qwen3.5): delta nets between their projections, and attention, in a native call each.
+
+The kernel computes token after token. So the bits of a token do not depend on how many are verified together, and some
+tokens take little more time than one. transformers' modules compute a text in chunks, and single tokens in another way;
+they are the plain reference. The ctypes structures mirror `kernel/delta.h` and `kernel/layer.h`.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_speculate.compatibility.stock import RECURRENT_LAYERS
+from hf_speculate.models import GenerativeModel
+
+from . import binding
+from .backends import NativeBackend
+from .layers import MOST_ROWS, find_sight
+from .modules import PackedMatrix, Projection
+from .weights import fields
+
+
+# Classes whose computation is known, and the widest convolution (the kernel's WIDEST).
+_NETS, _ATTENTIONS = ("Qwen3_5GatedDeltaNet",), ("Qwen3_5Attention",)
+_MOST_WIDTH = 8
+
+_ATTENTION = "hf_speculate_packed"  # name of `_attend` in transformers' table
+
+# Attention modules in which the kernel attends; copies of them are not among them.
+_attending: WeakSet[nn.Module] = WeakSet()
+
+
+def run_hybrid_layers(model: GenerativeModel) -> None:
+    """Lets the kernel compute the delta nets of a packed model, and attend in its other layers, if it knows them."""
+    decoder: Any = model.get_decoder()
+    nets = [layer.linear_attn for layer in decoder.layers if hasattr(layer, "linear_attn")]
+    if not nets or not all(type(net).__name__ in _NETS and _is_packed(net) and _fits(net) for net in nets):
+        return
+    for net in nets:
+        net.forward = DeltaForward(net)
+    for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
+        if type(attention).__name__ in _ATTENTIONS and attention.head_dim % binding.TILE_COLUMNS == 0:
+            attention.config = copy.copy(attention.config)
+            attention.config._attn_implementation = _ATTENTION
+            _attending.add(attention)
+
+
+class DeltaForward:
+    """The `forward` of a delta net. In a copy of the model, the modules compute."""
+
+    def __init__(self, net: Any, is_native: bool = True):
+        self._net, self._is_native = net, is_native
+
+    def __getstate__(self):
+        return {"_net": self._net, "_is_native": False}
+
+    def __call__(
+        self,
+        hidden_states: Float[Tensor, "B N H"],
+        attention_mask: Int[Tensor, "B N"] | None = None,
+        cache: Cache | None = None,
+        cache_params: Cache | None = None,
+        **others: Any,
+    ) -> Float[Tensor, "B N H"]:
+        """Runs the net natively if possible; see `Qwen3_5GatedDeltaNet.forward`. (Before transformers 5.24 the cache is
+        called `cache_params`.)"""
+        given = cache_params if cache is None else cache
+        if self._takes(hidden_states, given) and others.get("cu_seq_lens_q") is None:
+            return self._run(hidden_states, attention_mask, given)
+        named = {"cache": cache} if cache_params is None else {"cache_params": cache_params}
+        return type(self._net).forward(self._net, hidden_states, attention_mask=attention_mask, **named, **others)
+
+    def _takes(self, hidden: Tensor, cache: Cache | None) -> bool:
+        """Whether the kernel can compute these states with this cache."""
+        net = self._net
+        weights = net.conv1d.weight, net.A_log, net.dt_bias
+        if not self._is_native or not _are_readable(hidden, *weights) or not all(map(Tensor.is_contiguous, weights)):
+            return False
+        layer: Any = None if cache is None else cache.layers[net.layer_idx]
+        return layer is None or (type(layer) in RECURRENT_LAYERS and not layer.record_past and _suits(layer, hidden))
+
+    def _run(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        net = self._net
+        if mask is not None:
+            hidden = (hidden * mask[:, :, None]).to(hidden.dtype)
+        mixed, gates = net.in_proj_qkv(hidden), net.in_proj_z(hidden)
+        strengths, steps = _alike(net.in_proj_b(hidden), net.in_proj_a(hidden))
+        batch_size, num_tokens, _ = hidden.shape
+        outputs = hidden.new_empty(batch_size, num_tokens, net.num_v_heads, net.head_v_dim)
+        inputs, states = self._states(hidden, cache)
+        delta = _DeltaStructure(
+            mixed=mixed.data_ptr(),
+            strengths=strengths.data_ptr(),
+            steps=steps.data_ptr(),
+            mixed_stride=mixed.stride(1),
+            head_stride=strengths.stride(1),
+            kernel=net.conv1d.weight.data_ptr(),
+            log_rates=net.A_log.data_ptr(),
+            time_steps=net.dt_bias.data_ptr(),
+            inputs=inputs.data_ptr(),
+            states=states.data_ptr(),
+            y=outputs.data_ptr(),
+            batch_size=batch_size,
+            num_tokens=num_tokens,
+            **_sizes(net),
+            is_bf16=hidden.dtype is torch.bfloat16,
+            threads=torch.get_num_threads(),
+        )
+        if not binding.library().run_delta(ctypes.addressof(delta)):
+            raise MemoryError(f"Out of memory: {batch_size * num_tokens} tokens of a delta net.")
+        normed = net.norm(outputs.view(-1, net.head_v_dim), gates.reshape(-1, net.head_v_dim))
+        return net.out_proj(normed.view(batch_size, num_tokens, -1))
+
+    def _states(self, hidden: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """The last inputs of the convolution and the recurrent states, which the kernel advances: the cache's own. A
+        layer that has seen nothing gets zeros, which are what precedes a text."""
+        net, size = self._net, len(hidden)
+        if cache is not None and cache.has_previous_state(net.layer_idx):
+            layer: Any = cache.layers[net.layer_idx]
+            return layer.conv_states[0], layer.recurrent_states[0]
+        inputs = hidden.new_zeros(size, net.conv_dim, net.conv_kernel_size)
+        states = torch.zeros(size, net.num_v_heads, net.head_k_dim, net.head_v_dim)
+        if cache is None:
+            return inputs, states
+        cache.update_conv_state(inputs, net.layer_idx)
+        cache.update_recurrent_state(states, net.layer_idx)
+        return self._states(hidden, cache)
+
+
+def _attend(
+    module: nn.Module,
+    query: Float[Tensor, "B heads N d"],
+    key: Float[Tensor, "B KV S d"],
+    value: Float[Tensor, "B KV S d"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **others: Any,
+) -> tuple[Float[Tensor, "B N heads d"], None]:
+    """Attention of a packed hybrid: by the kernel for as many rows as in other packed models, else by SDPA."""
+    batch_size, heads, num_queries, head_dim = query.shape
+    num_keys, sight = key.shape[2], None
+    is_known = module in _attending and batch_size * num_queries <= MOST_ROWS and _are_readable(query, key, value)
+    is_known = is_known and key.stride() == value.stride() and key.stride()[2:] == (head_dim, 1)
+    if is_known and attention_mask is not None:
+        sight = find_sight(attention_mask, batch_size, num_queries, num_keys)
+    if not is_known or (sight is None and (attention_mask is not None or num_queries not in (1, num_keys))):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    queries = query.transpose(1, 2).contiguous()
+    # Cells of 32 columns lie together, as in the inputs of products.
+    outputs = query.new_empty(heads * head_dim // binding.TILE_COLUMNS, batch_size * num_queries, binding.TILE_COLUMNS)
+    call = _AttentionStructure(
+        queries=queries.data_ptr(),
+        keys=key.data_ptr(),
+        values=value.data_ptr(),
+        y=outputs.data_ptr(),
+        batch_stride=key.stride(0),
+        head_stride=key.stride(1),
+        batch_size=batch_size,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        heads=heads,
+        kv_heads=key.shape[1],
+        head_dim=head_dim,
+        is_bf16=query.dtype is torch.bfloat16,
+        threads=torch.get_num_threads(),
+        scale=scaling,
+    )
+    if sight is not None:
+        call.offsets, call.runs = sight[0].data_ptr(), sight[1].data_ptr()
+    if not binding.library().attend(ctypes.addressof(call)):
+        raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
+    return outputs.transpose(0, 1).reshape(batch_size, num_queries, heads, head_dim), None
+
+
+AttentionInterface.register(_ATTENTION, _attend)
+
+
+class _DeltaStructure(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_void_p, "mixed", "strengths", "steps"),
+        *fields(ctypes.c_int64, "mixed_stride", "head_stride"),
+        *fields(ctypes.c_void_p, "kernel", "log_rates", "time_steps", "inputs", "states", "y"),
+        *fields(ctypes.c_int64, "batch_size", "num_tokens", "key_heads", "value_heads", "key_size", "value_size"),
+        *fields(ctypes.c_int64, "width", "is_bf16", "threads"),
+    ]
+
+
+class _AttentionStructure(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_void_p, "queries", "keys", "values", "y", "offsets", "runs"),
+        *fields(ctypes.c_int64, "batch_stride", "head_stride", "batch_size", "num_queries", "num_keys"),
+        *fields(ctypes.c_int64, "heads", "kv_heads", "head_dim", "is_bf16", "threads"),
+        ("scale", ctypes.c_double),
+    ]
+
+
+def _sizes(net: Any) -> dict[str, int]:
+    return {
+        "key_heads": net.num_k_heads,
+        "value_heads": net.num_v_heads,
+        "key_size": net.head_k_dim,
+        "value_size": net.head_v_dim,
+        "width": net.conv_kernel_size,
+    }
+
+
+def _fits(net: Any) -> bool:
+    """Whether the kernel can compute a net of these sizes."""
+    sizes, lanes = _sizes(net), binding.TILE_ROWS
+    is_even = sizes["key_size"] % lanes == 0 and sizes["value_size"] % lanes == 0
+    return is_even and sizes["width"] <= _MOST_WIDTH and net.activation == "silu" and net.conv1d.bias is None
+
+
+def _is_packed(net: Any) -> bool:
+    matrices = [each.fused.linear if isinstance(each, Projection) else each for each in net.children()]
+    return any(isinstance(each, PackedMatrix) and isinstance(each.backend, NativeBackend) for each in matrices)
+
+
+def _are_readable(*tensors: Tensor) -> bool:
+    """Whether the kernel can read tensors: on the CPU, of one dtype that it knows, and with no gradient to find."""
+    dtype = tensors[0].dtype
+    return (
+        not torch.compiler.is_compiling()
+        and dtype in binding.DENSE_KINDS
+        and all(each.is_cpu and each.dtype is dtype for each in tensors)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
+    )
+
+
+def _suits(layer: Any, hidden: Tensor) -> bool:
+    """Whether the states of a cache's layer, if it has some, are as the kernel keeps them."""
+    inputs, states = layer.conv_states[0], layer.recurrent_states[0]
+    if inputs is None or states is None:
+        return inputs is None and states is None
+    kinds = (inputs, hidden.dtype), (states, torch.float32)
+    return all(each.is_cpu and each.is_contiguous() and each.dtype is kind for each, kind in kinds)
+
+
+def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors with the same strides; parts of one product have those of the product."""
+    return (first, second) if first.stride() == second.stride() else (first.contiguous(), second.contiguous())
