@@ -118,9 +118,10 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             f"speculator= was given with a {type(cache).__name__}, which has its own {', '.join(own)}: what it keeps "
             "of the text is not known. Pass a DynamicCache, or none."
         )
-    if takes_position_ids(model) and (not isinstance(position_ids, Tensor) or position_ids.dim() != 2):
+    if takes_position_ids(model) and (not isinstance(position_ids, Tensor) or position_ids.dim() not in (2, 3)):
         raise UnsupportedRequestError(
-            f"speculator= needs a model with two-dimensional position ids; {type(model).__name__} has other ones."
+            f"speculator= takes position ids [B, N], or [kinds, B, N] as for pictures; {type(model).__name__} has "
+            "other ones."
         )
     if activated_lora(model):
         raise UnsupportedRequestError(
@@ -177,7 +178,12 @@ def exact_sizes_of(
             "exact=True computes attention node by node and keeps no attention weights: output_attentions=True cannot "
             "be had with it. Leave out one of the two."
         )
-    mask = kwargs.get("attention_mask")
+    mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if position_ids is not None and position_ids.dim() > 2:
+        raise UnsupportedRequestError(
+            f"exact=True was asked for, and {type(model).__name__} counts positions of texts and pictures apart, which "
+            "exact forwards do not. Without exact= the text is plain's up to near ties."
+        )
     is_padded = mask is not None and not bool(mask.all())
     found = exact_sizes(model, kwargs[CACHE_NAME], input_ids.shape[0], is_padded)
     if isinstance(found, str):

@@ -215,7 +215,9 @@ def _scorer(call: SampleCall, step: StockStep) -> Scorer:
     if call.sizes is not None and not has_native_layers(model):
         cache = TreeCache(call.cache, call.batch_size)
         return exact_scorer(model, cache, call.sizes, call.attention_mask, token_kwargs)
-    return follow_recomputing(target_scorer(model, *arguments, token_kwargs=token_kwargs), model, step)
+    scorer = target_scorer(model, *arguments, token_kwargs=token_kwargs)
+    scorer.position_offsets = call.position_offsets
+    return follow_recomputing(scorer, model, step)
 
 
 def _token_kwargs(model_kwargs: dict[str, Any]) -> dict[str, Tensor]:

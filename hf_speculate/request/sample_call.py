@@ -90,7 +90,18 @@ class SampleCall:
             return [self.num_virtual + length - 1] * self.batch_size
         if position_ids is None:
             return [self.num_virtual + self.num_earlier + length - 1] * self.batch_size
-        return [self.num_virtual + p for p in position_ids[:, -1].expand(self.batch_size).tolist()]
+        of_text = position_ids[0] if position_ids.dim() == 3 else position_ids
+        return [self.num_virtual + p for p in of_text[:, -1].expand(self.batch_size).tolist()]
+
+    @property
+    def position_offsets(self) -> Tensor | None:
+        """int64 [kinds, B, 1], what positions of each kind have more than the first kind's, which counts text; None if
+        there is one kind. Pictures take more tokens than positions, and all later text keeps the difference."""
+        position_ids = self.model_kwargs.get("position_ids")
+        if position_ids is None or position_ids.dim() == 2:
+            return None
+        last = position_ids[..., -1:].expand(-1, self.batch_size, 1)
+        return last - last[:1]
 
     @property
     def num_expected(self) -> int | None:

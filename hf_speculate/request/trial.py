@@ -130,6 +130,9 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
         stack.enter_context(torch.no_grad())
         stack.callback(RngState(input_device(model)).put_back)
         stack.enter_context(without_foreign_hooks(model))
+        for module in model.modules():
+            if (deltas := vars(module).get("rope_deltas")) is not None:  # of the request, noted by its preparation
+                stack.callback(setattr, module, "rope_deltas", deltas)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         try:

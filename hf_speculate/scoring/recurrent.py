@@ -225,7 +225,7 @@ class RecurrentForward(Forward):
             use_cache=True,
             logits_to_keep=count,
             return_dict=True,
-            **({"position_ids": positions} if scorer.takes_position_ids else {}),
+            **({"position_ids": scorer.of_all_kinds(positions)} if scorer.takes_position_ids else {}),
             **scorer.for_tokens(count),
             **scorer.forward_kwargs,
             **forward_kwargs,

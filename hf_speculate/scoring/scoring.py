@@ -106,6 +106,8 @@ class Scorer:
 
     Attributes:
         has_windows: whether some layers do not see the whole text.
+        position_offsets: int64 [kinds, B, 1], what position ids of each kind have more than a text's; None if the model
+            has one kind. Set before the first forward.
         sums_masked: whether the last forward may have added masked entries, with the weight 0.
         num_columns: width of the model's logits, once the prompt has run.
         num_rerun: number of committed tokens that the last forward ran again before the nodes.
@@ -136,6 +138,7 @@ class Scorer:
         self.layer_types = layer_types_of(model)
         self.has_windows = any(layer_type.window is not None for layer_type in self.layer_types)
         self.takes_position_ids = takes_position_ids(model)
+        self.position_offsets: Tensor | None = None
         self.device = input_device(model)
         self.attention = TreeAttention(model, self.device)
 
@@ -169,7 +172,7 @@ class Scorer:
         count = nodes.tree.num_nodes - num_cached
         inputs = {**self.forward_kwargs, **nodes.forward_kwargs}
         if self.takes_position_ids:
-            inputs["position_ids"] = self._positions(nodes)
+            inputs["position_ids"] = self.of_all_kinds(self._positions(nodes))
         if self.token_kwargs:
             inputs |= self.for_tokens(count)
         return self.model(
@@ -193,6 +196,12 @@ class Scorer:
     def _mask_arranged(self, nodes: Nodes) -> Mask:
         mask = self.mask(nodes.tree, nodes.num_cached)
         return self.attention.arrange(mask, nodes.tree.num_nodes, self._sees_prefix)
+
+    def of_all_kinds(self, positions: Tensor) -> Tensor:
+        """Position ids [R, N] of the present rows as the model takes them: [kinds, R, N] if it has several kinds."""
+        if self.position_offsets is None:
+            return positions
+        return positions + to_device(self.position_offsets[:, list(self.cache.rows)], self.device)
 
     def _positions(self, nodes: Nodes) -> Tensor:
         """Position ids of the nodes, int64 [R, N - num_cached]."""

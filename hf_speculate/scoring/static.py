@@ -107,6 +107,8 @@ def problem_with_static(scorer: Scorer) -> str:
         return f"not every layer of {name} keeps all of the text"
     if not model._can_compile_fullgraph:
         return f"transformers does not compile {name} as one graph"
+    if scorer.position_offsets is not None:
+        return "positions of texts and pictures are counted apart"
     if has_length_dependent_rope(model.config):
         return "RoPE that depends on the longest position"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:

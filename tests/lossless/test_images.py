@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     GitConfig,
@@ -17,10 +22,13 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.cache import as_cache
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.models import SIZES
+from ..support.tiers import quick
+from ..support.versions import skip_before
 
 
 VOCAB_SIZE, IMAGE = 96, 95
@@ -32,7 +40,13 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
-TEXT = SIZES | {"num_hidden_layers": 3}
+TEXT = SIZES | {"num_hidden_layers": 4}
+M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+QWEN_VISION = {
+    **{"depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
+    **{"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "out_hidden_size": 32},
+    **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
+}
 
 
 def llava():
@@ -92,11 +106,43 @@ def mllama():
     return MllamaForConditionalGeneration(config), inputs
 
 
+def qwen(kind, **text):
+    """Counts positions of texts and pictures apart (M-RoPE); two rows, with pictures of two sizes."""
+    text = {**TEXT, "head_dim": 8, "rope_parameters": {**M_ROPE, **text.pop("rope", {})}, **text}
+    vision = {**QWEN_VISION, **({"hidden_size": 32} if kind == "qwen2_vl" else {})}
+    ids = [[5, 93, *[IMAGE] * 6, 94, 6, 7, 8], [0, 0, 9, 93, IMAGE, IMAGE, 94, 3, 4, 5, 6, 7]]
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": 93, "vision_end_token_id": 94, "video_token_id": 92}
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(kind, text_config=text, vision_config=vision, **tokens)
+    )
+    return model, {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": (torch.tensor(ids) != 0).long(),
+        "mm_token_type_ids": (torch.tensor(ids) == IMAGE).long(),
+        "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 4]]),
+        "pixel_values": torch.randn(24 + 8, 3 * 2 * 4 * 4),
+    }
+
+
+QWENS = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": {},
+    "qwen3_vl": {},
+    "qwen3_5": {
+        "rope": {"partial_rotary_factor": 1.0, "mrope_interleaved": True},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    },
+}
+
+
 def made(make):
     torch.manual_seed(0)
     model, inputs = make()
     model.eval().requires_grad_(False)
     model.generation_config.pad_token_id = 0
+    if "pixel_values" in inputs:
+        return model, inputs
     image = torch.randn(1, 3, 8, 8)
     image = image[:, None, None] if make is mllama else image
     return model, {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), "pixel_values": image}
@@ -118,6 +164,53 @@ def test_images_in_the_text_are_sped_up(make, do_sample):
         torch.manual_seed(3)
         assert torch.equal(model.generate(**request, speculator=speculator), plain)
         assert not speculator.stats.fallbacks
+
+
+@pytest.mark.parametrize("do_sample", quick([False, True]))
+@pytest.mark.parametrize("kind", quick(QWENS, "qwen2_5_vl", "qwen3_5"))
+def test_pictures_that_take_fewer_positions_than_tokens(kind, do_sample):
+    """Trees of padded batches, chains of hybrids. What stock keeps of a request for the next one stays its own."""
+    if kind == "qwen3_5":
+        skip_before("5.14", "recurrent layers take no drafts")
+    model, inputs = made(partial(qwen, kind, **QWENS[kind]))
+    request = {**inputs, "max_new_tokens": 16, "do_sample": do_sample}
+    torch.manual_seed(3)
+    plain = model.generate(**request)
+    deltas = model.model.rope_deltas
+    assert deltas.unique().numel() == 2  # the pictures shorten each row by another number
+    width = inputs["input_ids"].shape[1]
+    for drafter in (
+        ScriptedDrafter(plain[:, width:], (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE),
+        RandomDrafter(vocab_size=VOCAB_SIZE),
+    ):
+        speculator = Speculator(drafter, adaptive=False)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**request, speculator=speculator), plain)
+        assert torch.equal(model.model.rope_deltas, deltas)
+        assert bool(speculator.stats.fallbacks) == (kind == "qwen3_5")
+    assert speculator.stats.drafted_tokens
+
+
+def test_a_conversation_about_a_picture_goes_on():
+    """Only new tokens are passed: positions go on behind those that the pictures left out."""
+    model, inputs = made(partial(qwen, "qwen2_5_vl"))
+    request = {name: values[:1] for name, values in inputs.items()} | {"pixel_values": inputs["pixel_values"][:24]}
+    texts = []
+    for drafter in (None, RandomDrafter(vocab_size=VOCAB_SIZE)):
+        named = {} if drafter is None else {"speculator": Speculator(drafter, adaptive=False)}
+        cache = DynamicCache(config=model.config)
+        first = model.generate(**request, **as_cache(cache), max_new_tokens=6, **named)
+        longer = torch.cat([first, torch.tensor([[11, 12, 13]])], dim=1)
+        later = {"attention_mask": torch.ones_like(longer), "mm_token_type_ids": (longer == IMAGE).long()}
+        texts.append(model.generate(longer, **later, **as_cache(cache), max_new_tokens=8, **named))
+    assert torch.equal(*texts)
+
+
+def test_exact_forwards_have_one_kind_of_positions():
+    model, inputs = made(partial(qwen, "qwen2_vl"))
+    speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True)
+    with pytest.raises(UnsupportedRequestError, match="counts positions of texts and pictures apart"):
+        model.generate(**inputs, max_new_tokens=4, speculator=speculator)
 
 
 @pytest.mark.parametrize(("make", "why"), [(git, "does not score several tokens"), (mllama, "cross_attention_mask")])
