@@ -3,7 +3,8 @@
 A recurrent state is a summary: nothing can be removed from it, and it has no branches. So drafts are chains, and the
 states are copied before a chain is run. The copy's size does not depend on the text. To reject tokens the copy is put
 back. The accepted tokens then run once more, before the next chain in the same forward, or alone if there are many. A
-fully accepted chain needs no rerun. Rows of a batch advance together.
+fully accepted chain needs no rerun, nor do layers that can repeat what they did with the first tokens of a forward
+(`replay`, of packed models). Rows of a batch advance together.
 """
 
 from __future__ import annotations
@@ -133,10 +134,23 @@ class RecurrentCache(TreeCache):
 
     def keep(self, paths: Sequence[Sequence[int]], ended: Collection[int] = ()) -> None:
         """Keeps the first nodes of the last chain, as many as the longest path has; `ended` rows do the same."""
-        num_kept = max(map(len, paths))
+        num_kept, num_rerun = max(map(len, paths)), self.rerun.shape[1]
         self.rerun = torch.cat([self.rerun, self._chain[:, :num_kept].to(self.rerun.device)], dim=1)
         self.lengths = (self.append_index + num_kept,) * len(self.lengths)
-        self.is_current = num_kept == self._chain.shape[1]
+        self.is_current = num_kept == self._chain.shape[1] or self._replay(num_rerun + num_kept)
+
+    def _replay(self, count: int) -> bool:
+        """Advances the snapshot by the first `count` tokens of the last forward, if every recurrent layer offers to
+        repeat that without the rest of the model (`replay`); returns whether they did."""
+        replays: list[Any] = [getattr(layer, "replay", None) for layer in self._recurrent]
+        if not all(replays):
+            return False
+        for layer, states, replay in zip(self._recurrent, self._snapshot, replays, strict=True):
+            states.put_back(layer, self.append_index)
+            replay(count)
+        for layer in self._layers:
+            layer.length = self.append_index
+        return True
 
     def truncate(self, lengths: Sequence[int]) -> None:
         length = max(lengths)

@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
+from hf_speculate.testing import ScriptedDrafter
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native import binding as native
 from hf_speculate_gguf.native.hybrid import DeltaForward
 
 from ..support.hybrid_gguf import EVERY, TILED, UNTILED, write_hybrid
+from ..support.models import VOCAB_SIZE
 from ..support.packed import OTHER_CPUS, ids, modules_only, padded, relative_error
 
 
@@ -60,9 +63,12 @@ def answers(model, text, sizes=None, **options):
     return torch.cat(found, dim=1), cache
 
 
+def recurrent(cache):
+    return [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+
 def states_of(cache):
-    recurrent = [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
-    return [(layer.conv_states[0], layer.recurrent_states[0]) for layer in recurrent]
+    return [(layer.conv_states[0], layer.recurrent_states[0]) for layer in recurrent(cache)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -108,6 +114,57 @@ def test_more_rows_than_in_one_call_are_left_to_sdpa(model_of, calls):
     found, _ = answers(model, text)
     assert calls == {"run_delta": EVERY - 1, "attend": 0}
     assert relative_error(found, answers(modules_only(model), text)[0]) < 2e-6
+
+
+def test_states_advance_by_a_part_of_a_forward(model_of):
+    """A rejection runs no layer again: the bits are those of single steps."""
+    model, text = model_of("tiled", "native", torch.bfloat16), ids(2, 30)
+    for count in range(9):
+        _, cache = answers(model, text[:, :21])
+        before = copy.deepcopy(states_of(cache))
+        with torch.no_grad():
+            model(text[:, 21:], **as_cache(cache), use_cache=True)
+        for layer, states in zip(recurrent(cache), before, strict=True):
+            layer.conv_states[0].copy_(states[0])
+            layer.recurrent_states[0].copy_(states[1])
+            layer.replay(count)
+        expected = before if not count else states_of(answers(model, text[:, : 21 + count])[1])
+        for mine, theirs in zip(states_of(cache), expected, strict=True):
+            assert all(map(torch.equal, mine, theirs)), count
+
+
+def test_only_the_last_native_forward_of_a_cache_is_repeated(model_of):
+    model, text = model_of("tiled", "native", torch.float32), ids(1, 12)
+    _, cache = answers(model, text)
+    assert all(layer.replay for layer in recurrent(cache))
+    assert not any(layer.replay for layer in recurrent(copy.deepcopy(cache)))
+    with torch.no_grad():
+        modules_only(model)(text, **as_cache(cache), use_cache=True)
+    assert not any(layer.replay for layer in recurrent(cache))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_rejected_chains_cost_no_rows(model_of, monkeypatch, batch_size, do_sample):
+    """Text, and the rows of every forward after the prompt: those of a chain, whatever was rejected before."""
+    model, prompt = model_of("tiled", "native", torch.bfloat16), ids(batch_size, 20)
+    request = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(2)
+    plain = model.generate(prompt, **request)
+    rows = []
+    forward = type(model).forward
+
+    def counting(self, *arguments, **named):
+        rows.append(named["input_ids"].shape[1])
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(type(model), "forward", counting)
+    script = ScriptedDrafter(plain[:, 20:], (1, 1, 1, 1), accuracy=0.6, vocab_size=VOCAB_SIZE)
+    speculator = Speculator(script, adaptive=False)
+    torch.manual_seed(2)
+    assert torch.equal(model.generate(prompt, **request, speculator=speculator), plain)
+    assert speculator.stats.accepted_tokens > 4
+    assert max(rows[rows.index(20) + 1 :]) == 5  # before: those of a trial, in the first request
 
 
 class TestModulesCompute:

@@ -73,7 +73,9 @@ class DeltaForward:
     ) -> Float[Tensor, "B N H"]:
         """Runs the net natively if possible; see `Qwen3_5GatedDeltaNet.forward`. (Before transformers 5.24 the cache is
         called `cache_params`.)"""
-        given = cache_params if cache is None else cache
+        given: Any = cache_params if cache is None else cache
+        if given is not None:
+            given.layers[self._net.layer_idx].replay = None
         if self._takes(hidden_states, given) and others.get("cu_seq_lens_q") is None:
             return self._run(hidden_states, attention_mask, given)
         named = {"cache": cache} if cache_params is None else {"cache_params": cache_params}
@@ -96,27 +98,11 @@ class DeltaForward:
         strengths, steps = _alike(net.in_proj_b(hidden), net.in_proj_a(hidden))
         batch_size, num_tokens, _ = hidden.shape
         outputs = hidden.new_empty(batch_size, num_tokens, net.num_v_heads, net.head_v_dim)
-        inputs, states = self._states(hidden, cache)
-        delta = _DeltaStructure(
-            mixed=mixed.data_ptr(),
-            strengths=strengths.data_ptr(),
-            steps=steps.data_ptr(),
-            mixed_stride=mixed.stride(1),
-            head_stride=strengths.stride(1),
-            kernel=net.conv1d.weight.data_ptr(),
-            log_rates=net.A_log.data_ptr(),
-            time_steps=net.dt_bias.data_ptr(),
-            inputs=inputs.data_ptr(),
-            states=states.data_ptr(),
-            y=outputs.data_ptr(),
-            batch_size=batch_size,
-            num_tokens=num_tokens,
-            **_sizes(net),
-            is_bf16=hidden.dtype is torch.bfloat16,
-            threads=torch.get_num_threads(),
-        )
-        if not binding.library().run_delta(ctypes.addressof(delta)):
-            raise MemoryError(f"Out of memory: {batch_size * num_tokens} tokens of a delta net.")
+        before = self._states(hidden, cache)
+        _advance(net, (mixed, strengths, steps), before, num_tokens, outputs)
+        if cache is not None:
+            layer: Any = cache.layers[net.layer_idx]
+            layer.replay = Replay(net, (mixed, strengths, steps), before)
         normed = net.norm(outputs.view(-1, net.head_v_dim), gates.reshape(-1, net.head_v_dim))
         return net.out_proj(normed.view(batch_size, num_tokens, -1))
 
@@ -134,6 +120,58 @@ class DeltaForward:
         cache.update_conv_state(inputs, net.layer_idx)
         cache.update_recurrent_state(states, net.layer_idx)
         return self._states(hidden, cache)
+
+
+class Replay:
+    """The last forward of a delta net on one cache, to advance the states by a part of its tokens (`RecurrentCache`).
+
+    Args:
+        inputs: what the net's projections made of the tokens.
+        states: the cache's states, which a forward writes in place.
+    """
+
+    def __init__(self, net: Any, inputs: tuple[Tensor, Tensor, Tensor], states: tuple[Tensor, Tensor]):
+        self._net, self._inputs, self._states = net, inputs, states
+
+    def __call__(self, count: int) -> None:
+        """Advances states that were put back to what they were before, by the first `count` tokens."""
+        _advance(self._net, self._inputs, self._states, count)
+
+    def __reduce__(self):
+        """A copy of a cache has no forward to repeat."""
+        return type(None), ()
+
+
+def _advance(
+    net: Any,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor],
+    count: int,
+    outputs: Tensor | None = None,
+) -> None:
+    """Advances the states of a net by the first `count` tokens [B, N], and writes their outputs."""
+    (mixed, strengths, steps), (last, recurrent) = inputs, states
+    delta = _DeltaStructure(
+        mixed=mixed.data_ptr(),
+        strengths=strengths.data_ptr(),
+        steps=steps.data_ptr(),
+        mixed_stride=mixed.stride(1),
+        head_stride=strengths.stride(1),
+        row_tokens=mixed.shape[1],
+        kernel=net.conv1d.weight.data_ptr(),
+        log_rates=net.A_log.data_ptr(),
+        time_steps=net.dt_bias.data_ptr(),
+        inputs=last.data_ptr(),
+        states=recurrent.data_ptr(),
+        y=0 if outputs is None else outputs.data_ptr(),
+        batch_size=len(mixed),
+        num_tokens=count,
+        **_sizes(net),
+        is_bf16=mixed.dtype is torch.bfloat16,
+        threads=torch.get_num_threads(),
+    )
+    if not binding.library().run_delta(ctypes.addressof(delta)):
+        raise MemoryError(f"Out of memory: {len(mixed) * count} tokens of a delta net.")
 
 
 def _attend(
@@ -188,7 +226,7 @@ AttentionInterface.register(_ATTENTION, _attend)
 class _DeltaStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "mixed", "strengths", "steps"),
-        *fields(ctypes.c_int64, "mixed_stride", "head_stride"),
+        *fields(ctypes.c_int64, "mixed_stride", "head_stride", "row_tokens"),
         *fields(ctypes.c_void_p, "kernel", "log_rates", "time_steps", "inputs", "states", "y"),
         *fields(ctypes.c_int64, "batch_size", "num_tokens", "key_heads", "value_heads", "key_size", "value_size"),
         *fields(ctypes.c_int64, "width", "is_bf16", "threads"),

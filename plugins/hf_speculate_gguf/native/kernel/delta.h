@@ -15,10 +15,11 @@ namespace {
 struct Delta {
   const void *mixed, *strengths, *steps;  // [batch row, token, columns]: queries, keys and values; b and a of each value head
   int64_t mixed_stride, head_stride;  // distances between tokens
+  int64_t row_tokens;  // tokens of a batch row in memory; the first `num_tokens` of them are computed
   const void *kernel, *log_rates, *time_steps;  // [channel, width]; A_log and dt_bias of each value head
   void* inputs;  // [batch row, channel, width], the last inputs of each channel
   float* states;  // [batch row, value head, key column, value column]
-  void* y;  // [batch row, token, value head, value column]
+  void* y;  // [batch row, token, value head, value column]; null if only states are wanted
   int64_t batch_size, num_tokens, key_heads, value_heads, key_size, value_size, width, is_bf16, threads;
 };
 
@@ -73,7 +74,7 @@ template <class T> class DeltaRun {
       }
     for (int64_t t = 0; t < count; t++) {
       for (int64_t j = 1; j < d.width; j++) store(window[j - 1], load<Floats>(window[j]));
-      store(window[d.width - 1], widen((const T*)d.mixed + (b * d.num_tokens + first + t) * d.mixed_stride + channel));
+      store(window[d.width - 1], widen((const T*)d.mixed + (b * d.row_tokens + first + t) * d.mixed_stride + channel));
       Floats sum = {};
       for (int64_t j = 0; j < d.width; j++) sum += load<Floats>(window[j]) * load<Floats>(weights[j]);
       sum = round(sum);
@@ -97,7 +98,7 @@ template <class T> class DeltaRun {
       const float length = 1 / std::sqrt(sum_of(squares) + 1e-6f) * (head < d.key_heads ? scale : 1);
       for (int64_t i = 0; i < d.key_size; i += LANES) store(x + i, load<Floats>(x + i) * length);
     }
-    const int64_t at = (b * d.num_tokens + first + t) * d.head_stride;
+    const int64_t at = (b * d.row_tokens + first + t) * d.head_stride;
     float* to = factor(b, t);
     for (int64_t head = 0; head < d.value_heads; head++) {
       const float step = to_float(((const T*)d.steps)[at + head]) + to_float(((const T*)d.time_steps)[head]);
@@ -130,6 +131,7 @@ template <class T> class DeltaRun {
           store(state + (k + i) * d.value_size, now);
           out[i] += now * query[k + i];
         }
+      if (!d.y) continue;
       T* to = (T*)d.y + ((b * d.num_tokens + first + t) * d.value_heads + head) * d.value_size + column;
       narrow(to, (out[0] + out[1]) + (out[2] + out[3]));
     }
