@@ -13,7 +13,7 @@ from ..errors import IncompatibleTransformersError
 
 
 # The same as in pyproject.toml. Newer versions are not refused by number, but where something is missing or changed.
-OLDEST, WORKING = "5.10", ">=5.10,<6"
+OLDEST, WORKING = "5.5", ">=5.5,<6"
 
 
 def check_version() -> None:

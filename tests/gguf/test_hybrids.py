@@ -114,6 +114,10 @@ class TestProblems:
         with pytest.raises(CheckpointError, match="holds a model of architecture 'glm4moe'; supported: llama, "):
             AutoSpeculator.from_name("mtp", target, head=str(other))
 
+    def test_draft_layers_of_another_depth(self, write):
+        with pytest.raises(CheckpointError, match="belongs to a model of 4 layers; the target has 5"):
+            Source.find(write(), EVERY + 1)
+
     def test_quantised_layers_are_not_kept_beside_a_saved_model(self, write, tmp_path):
         with pytest.raises(CheckpointError, match="keep those of the original checkpoint"):
             keep(Source.find(write(), EVERY), tmp_path)

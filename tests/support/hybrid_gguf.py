@@ -113,6 +113,7 @@ def write_drafts_only(path: Path, of: Path) -> Path:
     reader, shape = gguf.GGUFReader(of), TILED
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_uint32("qwen35.block_count", shape.num_layers)
+    writer.add_uint32("qwen35.nextn_predict_layers", shape.num_draft_layers)
     for tensor in reader.tensors:
         if tensor.name.startswith((f"blk.{EVERY}.", "token_embd", "output")):
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

@@ -24,6 +24,12 @@ def opened(path: str) -> GgufFile:
     return file
 
 
+def num_layers(file: GgufFile) -> int:
+    """The number of decoder layers of the model that the file is of."""
+    name = file.metadata["general.architecture"]
+    return Metadata(file).size(f"{name}.block_count") - Metadata(file).get(f"{name}.nextn_predict_layers", int, 0)
+
+
 def read_tensors(file: GgufFile, names: Collection[str]) -> dict[str, tuple[Tensor, Any]]:
     """The values of some tensors as transformers has them, and the matrix that may stay packed, or None.
 

@@ -78,7 +78,11 @@ class Source:
         """
         name = user_path(name_or_path)
         try:
-            files = _gguf_map(name) if is_gguf(name) else read_weight_map(lambda file: _file(name, file, hub))
+            files = (
+                _gguf_map(name, num_target_layers)
+                if is_gguf(name)
+                else read_weight_map(lambda file: _file(name, file, hub))
+            )
         except OSError as error:
             raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
         found = layout_of(files, num_target_layers)
@@ -165,11 +169,18 @@ def is_gguf(path: str) -> bool:
     return path.endswith(".gguf")
 
 
-def _gguf_map(path: str) -> dict[str, str]:
-    """`read_weight_map` of a GGUF file, which is one file even where it is in parts."""
-    from .gguf_files import opened  # and the package for packed targets
+def _gguf_map(path: str, num_target_layers: int) -> dict[str, str]:
+    """`read_weight_map` of a GGUF file, which is one file even where it is in parts.
 
-    return dict.fromkeys(opened(path).tensors, path)
+    Raises:
+        CheckpointError: it cannot be read, or belongs to a model of another depth.
+    """
+    from .gguf_files import num_layers, opened  # and the package for packed targets
+
+    file = opened(path)
+    if (found := num_layers(file)) != num_target_layers:
+        raise CheckpointError(f"{path} belongs to a model of {found} layers; the target has {num_target_layers}.")
+    return dict.fromkeys(file.tensors, path)
 
 
 def _file(place: str, file: str, hub: Mapping[str, Any]) -> str | None:
