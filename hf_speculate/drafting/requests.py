@@ -32,6 +32,8 @@ class DraftRequest:
         target: model that verifies.
         input_ids: int64 [B, S], prompt as given to `generate` (left padded).
         attention_mask: int64 [B, S'], None when all ones; S' > S when the prompt continues a cache.
+        position_ids: int64 [kinds, B, S], positions of the prompt in a model that counts texts and pictures apart, the
+            text's first; None in others.
         known_from: index into `input_ids` of the first prompt token that `observe` will report. Earlier tokens belong
             to a reused cache and come without features.
         do_sample: whether the request samples.
@@ -51,6 +53,7 @@ class DraftRequest:
     target: GenerativeModel
     input_ids: Int[Tensor, "B S"]
     attention_mask: Tensor | None = None
+    position_ids: Int[Tensor, "kinds B S"] | None = None
     known_from: int = 0
     do_sample: bool = False
     max_new_tokens: int | None = None

@@ -128,6 +128,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
         target=call.model,
         input_ids=call.input_ids,
         attention_mask=call.text_mask,
+        position_ids=None if call.position_offsets is None else call.model_kwargs["position_ids"],
         known_from=_known_from(speculator, call),
         do_sample=bool(call.config.do_sample),
         max_new_tokens=None if max_length is None else max_length - call.input_ids.shape[1],

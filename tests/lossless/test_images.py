@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -27,11 +25,12 @@ from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from ..support.models import SIZES
+from ..support.pictures import IMAGE, QWENS, qwen
 from ..support.tiers import quick
 from ..support.versions import skip_before
 
 
-VOCAB_SIZE, IMAGE = 96, 95
+VOCAB_SIZE = 96
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -41,12 +40,6 @@ VISION = {
     "patch_size": 4,
 }
 TEXT = SIZES | {"num_hidden_layers": 4}
-M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-QWEN_VISION = {
-    **{"depth": 1, "hidden_size": 16, "embed_dim": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
-    **{"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "out_hidden_size": 32},
-    **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
-}
 
 
 def llava():
@@ -106,36 +99,6 @@ def mllama():
     return MllamaForConditionalGeneration(config), inputs
 
 
-def qwen(kind, **text):
-    """Counts positions of texts and pictures apart (M-RoPE); two rows, with pictures of two sizes."""
-    text = {**TEXT, "head_dim": 8, "rope_parameters": {**M_ROPE, **text.pop("rope", {})}, **text}
-    vision = {**QWEN_VISION, **({"hidden_size": 32} if kind == "qwen2_vl" else {})}
-    ids = [[5, 93, *[IMAGE] * 6, 94, 6, 7, 8], [0, 0, 9, 93, IMAGE, IMAGE, 94, 3, 4, 5, 6, 7]]
-    tokens = {"image_token_id": IMAGE, "vision_start_token_id": 93, "vision_end_token_id": 94, "video_token_id": 92}
-    model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(kind, text_config=text, vision_config=vision, **tokens)
-    )
-    return model, {
-        "input_ids": torch.tensor(ids),
-        "attention_mask": (torch.tensor(ids) != 0).long(),
-        "mm_token_type_ids": (torch.tensor(ids) == IMAGE).long(),
-        "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 4]]),
-        "pixel_values": torch.randn(24 + 8, 3 * 2 * 4 * 4),
-    }
-
-
-QWENS = {
-    "qwen2_vl": {},
-    "qwen2_5_vl": {},
-    "qwen3_vl": {},
-    "qwen3_5": {
-        "rope": {"partial_rotary_factor": 1.0, "mrope_interleaved": True},
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    },
-}
-
-
 def made(make):
     torch.manual_seed(0)
     model, inputs = make()
@@ -172,7 +135,7 @@ def test_pictures_that_take_fewer_positions_than_tokens(kind, do_sample):
     """Trees of padded batches, chains of hybrids. What stock keeps of a request for the next one stays its own."""
     if kind == "qwen3_5":
         skip_before("5.14", "recurrent layers take no drafts")
-    model, inputs = made(partial(qwen, kind, **QWENS[kind]))
+    model, inputs = made(partial(qwen, kind))
     request = {**inputs, "max_new_tokens": 16, "do_sample": do_sample}
     torch.manual_seed(3)
     plain = model.generate(**request)

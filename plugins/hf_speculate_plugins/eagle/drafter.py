@@ -65,7 +65,8 @@ class EagleSession(HeadSession[Any]):
         if self._reading is None:
             reading = self._begin(tokens)
             self._steps = self._steps_behind(reading)
-            self._root_hidden = read_prompt(head, reading, tokens, head.fuse(states), self._native)
+            embeddings = head.prompt_embeddings(tokens, states)
+            self._root_hidden = read_prompt(head, reading, tokens, head.fuse(states), self._native, embeddings)
             return
         self._read_pending()
         self._pending = (tokens, states, lengths.tolist())

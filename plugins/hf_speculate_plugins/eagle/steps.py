@@ -89,9 +89,14 @@ def read_prompt(
     token_ids: Int[Tensor, "B J"],
     states: Float[Tensor, "B J Hd"],
     native: Native | None = None,
+    embeddings: Float[Tensor, "B J Hd"] | None = None,
 ) -> Float[Tensor, "B Hd"]:
     """Commits the prompt's entries, padding included; returns the states of the last one. Never compiled: prompts have
-    many lengths."""
+    many lengths.
+
+    Args:
+        embeddings: those of the tokens where the head takes them from the target (`FeedingHead.prompt_embeddings`).
+    """
     hidden = states
     for start in range(0, token_ids.shape[1], _CHUNK):
         part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
@@ -102,7 +107,8 @@ def read_prompt(
             found = native(*entries, reading.cache.cache, [None] * len(head.layers))
         if found is None:
             is_causal = masks is None and part.stop - start > 1
-            found = head(*entries, CachedAttention(reading.cache.cache, masks, is_causal=is_causal))
+            attend = CachedAttention(reading.cache.cache, masks, is_causal=is_causal)
+            found = head(*entries, attend, *([] if embeddings is None else [embeddings[:, part]]))
         hidden = found
         reading.keep_all()
     return hidden[:, -1]

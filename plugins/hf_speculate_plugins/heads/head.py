@@ -154,12 +154,14 @@ class SharingHead(nn.Module, Generic[Spec]):
         shared: modules of the target by name, None where the head has its own.
         fc: projection of the target's features.
         attends_by_kernel: whether attention of its layers may be computed by the kernel for trees.
+        counts_pictures: whether `rotary` takes positions of several kinds [kinds, B, N], see `DraftRequest`.
 
     Do not cast the whole module with `.to(dtype)`: the rotary frequencies stay in float32. Load weights of the wanted
     dtype instead (`HeadFiles`).
     """
 
     attends_by_kernel = True
+    counts_pictures = False
     fc: nn.Linear
     layers: nn.ModuleList
     rotary: nn.Module
@@ -235,6 +237,12 @@ class FeedingHead(SharingHead[Spec]):
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for, in `feature_layers` order."""
         raise NotImplementedError
+
+    def prompt_embeddings(
+        self, token_ids: Int[Tensor, "B N"], features: Sequence[Float[Tensor, "B N Ht"]]
+    ) -> Float[Tensor, "B N Ht"] | None:
+        """Embeddings of the tokens of a prompt's entries; None if `embed` gives them."""
+        return None
 
     def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
         """The inputs of `output` for `forward`'s states, and the states that the next draft step takes."""

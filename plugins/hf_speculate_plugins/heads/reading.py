@@ -33,7 +33,7 @@ class Reading:
 
     Args:
         prompt_mask: bool [B, J], the entries of the prompt that are real; None when all are.
-        positions: int64 [B, J], position of every entry of the prompt.
+        positions: int64 [B, J], position of every entry of the prompt; [kinds, B, J] for a head that counts pictures.
         cache: entries of the text before the prompt that an earlier turn has read; all of them are real.
 
     Attributes:
@@ -45,18 +45,18 @@ class Reading:
         self,
         head: SharingHead[Any],
         prompt_mask: Bool[Tensor, "B J"] | None,
-        positions: Int[Tensor, "B J"],
+        positions: Int[Tensor, "*kinds B J"],
         cache: TreeCache | None = None,
     ):
         self.head = head
-        self.cache = cache or TreeCache(DynamicCache(), positions.shape[0])
+        self.cache = cache or TreeCache(DynamicCache(), positions.shape[-2])
         self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.windows)]
         device = head.device
         self.prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
         self.prompt_positions = positions.to(device)
         # After the prompt, position = index in the cache + shift.
-        last_index = self.cache.append_index + positions.shape[1] - 1
-        self._shifts = [last - last_index for last in positions[:, -1].tolist()]
+        last_index = self.cache.append_index + positions.shape[-1] - 1
+        self._shifts = [last - last_index for last in _of_one_kind(positions)[:, -1].tolist()]
 
     @classmethod
     def begin(
@@ -76,7 +76,10 @@ class Reading:
                 if there is none.
         """
         num_rows, count = shape
-        mask = request.attention_mask
+        mask, of_kinds = request.attention_mask, request.position_ids
+        if head.counts_pictures and of_kinds is not None and len(of_kinds) > 1:
+            real = None if mask is None else mask[:, -count:].bool()
+            return cls(head, real, of_kinds[1:, :, -count:].expand(-1, num_rows, -1))
         if mask is None:
             first = request.num_earlier + request.known_from
             positions = (first + torch.arange(count)).expand(num_rows, -1)
@@ -99,12 +102,12 @@ class Reading:
         Returns:
             Without masks where causal attention over these entries alone is the same.
         """
-        positions = self.prompt_positions[:, part]
+        positions = self.prompt_positions[..., part]
         if not self.cache.append_index and self.prompt_mask is None and not self.has_windows:
             return positions, None
-        size = positions.shape[1]
+        size = positions.shape[-1]
         block = None if self.prompt_mask is None else self.prompt_mask[:, part]
-        return positions, self._masks(_causal(size), positions, block=block)
+        return positions, self._masks(_causal(size), _of_one_kind(positions), block=block)
 
     def next_place(self, count: int) -> Place:
         """Positions and masks of `count` entries after the committed ones."""
@@ -188,6 +191,11 @@ class Reading:
             nodes = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths
         too_far = layer.too_far(torch.cat([earlier, nodes], dim=1), positions, positions.new_zeros(1, 1))
         return mask.masked_fill(too_far[:, None], torch.finfo(mask.dtype).min)
+
+
+def _of_one_kind(positions: Int[Tensor, "*kinds B J"]) -> Int[Tensor, "B J"]:
+    """Positions of the first kind, where there are several."""
+    return positions if positions.dim() == 2 else positions[0]
 
 
 def _causal(count: int) -> TreePlan:

@@ -59,7 +59,8 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
     def __init__(self, loaded: LoadedHead[MtpHead], target: GenerativeModel, options: MtpOptions | None = None):
         super().__init__(loaded, target, options)
         self._config = target.config.get_text_config(decoder=True)
-        self.feature_layers = self.spec.entry_layers(self._num_target_layers)
+        sees_pictures = hasattr(target.config, "vision_config")  # their embeddings are the input of layer 0
+        self.feature_layers = (*self.spec.entry_layers(self._num_target_layers), *([0] if sees_pictures else []))
 
     def __repr__(self) -> str:
         return f"MtpDrafter({self.spec.dialect}, {self.options})"

@@ -105,20 +105,35 @@ class MtpHead(FeedingHead[MtpSpec]):
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
         self.attends_by_kernel = not spec.is_latent
+        self.counts_pictures = hasattr(rotary, "mrope_section")
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for: the only feature itself."""
         return features[0].to(device=self.device, dtype=self.dtype)
 
+    def prompt_embeddings(
+        self, token_ids: Int[Tensor, "B N"], features: Sequence[Float[Tensor, "B N Ht"]]
+    ) -> Float[Tensor, "B N Ht"] | None:
+        """The target's own inputs, where pictures stand for tokens: those of the next tokens, as entries have them."""
+        if len(features) == 1:
+            return None
+        inputs = features[1].to(device=self.device, dtype=self.dtype)
+        return torch.cat([inputs[:, 1:], self.embed(token_ids[:, -1:])], dim=1)
+
     def forward(
         self,
         token_ids: Int[Tensor, "B N"],
         states: Float[Tensor, "B N Hd"],
-        position_ids: Int[Tensor, "B N"],
+        position_ids: Int[Tensor, "*kinds B N"],
         attend: Attend,
+        embeddings: Float[Tensor, "B N Hd"] | None = None,
     ) -> Float[Tensor, "B N Hd"]:
-        """Runs N entries; arguments and result as of `EagleHead.forward`."""
-        embeddings = self.embed(token_ids)
+        """Runs N entries; arguments and result as of `EagleHead.forward`.
+
+        Args:
+            embeddings: those of the tokens where they are not those of their ids.
+        """
+        embeddings = self.embed(token_ids) if embeddings is None else embeddings
         if self.spec.zeroes_first:
             embeddings = embeddings.masked_fill((position_ids == 0)[..., None], 0)
         parts = [self.enorm(embeddings), self.hnorm(states)]
