@@ -126,7 +126,7 @@ class Replay:
     """The last forward of a delta net on one cache, to advance the states by a part of its tokens (`RecurrentCache`).
 
     Args:
-        inputs: what the net's projections made of the tokens.
+        inputs: outputs of the net's input projections: queries, keys and values; b; a.
         states: the cache's states, which a forward writes in place.
     """
 

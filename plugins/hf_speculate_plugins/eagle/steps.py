@@ -95,7 +95,7 @@ def read_prompt(
     many lengths.
 
     Args:
-        embeddings: those of the tokens where the head takes them from the target (`FeedingHead.prompt_embeddings`).
+        embeddings: embeddings of the tokens, if the head takes them from the target (`FeedingHead.prompt_embeddings`).
     """
     hidden = states
     for start in range(0, token_ids.shape[1], _CHUNK):

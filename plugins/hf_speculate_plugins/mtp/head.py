@@ -131,7 +131,7 @@ class MtpHead(FeedingHead[MtpSpec]):
         """Runs N entries; arguments and result as of `EagleHead.forward`.
 
         Args:
-            embeddings: those of the tokens where they are not those of their ids.
+            embeddings: embeddings of the tokens, if they are not those of their ids.
         """
         embeddings = self.embed(token_ids) if embeddings is None else embeddings
         if self.spec.zeroes_first:
