@@ -100,7 +100,7 @@ class DeltaForward:
         outputs = hidden.new_empty(batch_size, num_tokens, net.num_v_heads, net.head_v_dim)
         before = self._states(hidden, cache)
         _advance(net, (mixed, strengths, steps), before, num_tokens, outputs)
-        if cache is not None:
+        if cache is not None and batch_size * num_tokens <= MOST_ROWS:  # those of a prompt are large, and never wanted
             layer: Any = cache.layers[net.layer_idx]
             layer.replay = Replay(net, (mixed, strengths, steps), before)
         normed = net.norm(outputs.view(-1, net.head_v_dim), gates.reshape(-1, net.head_v_dim))
