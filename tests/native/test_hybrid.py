@@ -193,6 +193,25 @@ class TestModulesCompute:
             net(states)
         assert calls["run_delta"] == 1
 
+    def test_autocast(self, model_of, calls):
+        model = model_of("tiled", "native", torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, _ = answers(model, ids(1, 9))
+        assert calls["run_delta"] == 0
+        assert relative_error(found, answers(model, ids(1, 9))[0]) < 3e-2
+
+    @pytest.mark.parametrize("later", [False, True], ids=["at load", "later"])
+    def test_another_attention(self, model_of, calls, later):
+        path = model_of("tiled", "native", torch.float32).name_or_path
+        named = {} if later else {"attn_implementation": "eager"}
+        model = load_model(path, dtype=torch.float32, backend="native", **named)
+        if later:
+            model.set_attn_implementation("eager")
+        with torch.no_grad():
+            weights = model(ids(1, 9), output_attentions=True).attentions
+        assert calls["attend"] == 0
+        assert any(each is not None and each.shape == (1, 4, 9, 9) for each in weights)
+
     def test_float16(self, model_of, calls):
         path = model_of("tiled", "native", torch.float32).name_or_path
         model = load_model(path, dtype=torch.float16, backend="native")

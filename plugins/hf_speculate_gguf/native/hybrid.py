@@ -7,7 +7,6 @@ they are the plain reference. The ctypes structures mirror `kernel/delta.h` and 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from typing import Any
 from weakref import WeakSet
@@ -49,9 +48,25 @@ def run_hybrid_layers(model: GenerativeModel) -> None:
         net.forward = DeltaForward(net)
     for attention in (layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")):
         if type(attention).__name__ in _ATTENTIONS and attention.head_dim % binding.TILE_COLUMNS == 0:
-            attention.config = copy.copy(attention.config)
-            attention.config._attn_implementation = _ATTENTION
+            attention.config = AttendingConfig(attention.config)
             _attending.add(attention)
+
+
+class AttendingConfig:
+    """A model's config as its attention modules see it: `_attend` stands in for SDPA, while the model asks for that."""
+
+    def __init__(self, config: Any):
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copying asks for, before there is a config
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        chosen = self._config._attn_implementation
+        return _ATTENTION if chosen == "sdpa" else chosen
 
 
 class DeltaForward:
@@ -265,10 +280,12 @@ def _is_packed(net: Any) -> bool:
 
 
 def _are_readable(*tensors: Tensor) -> bool:
-    """Whether the kernel can read tensors: on the CPU, of one dtype that it knows, and with no gradient to find."""
+    """Whether the kernel can read tensors: on the CPU, of one dtype that it knows and that products of theirs have, and
+    with no gradient to find."""
     dtype = tensors[0].dtype
     return (
         not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
         and dtype in binding.DENSE_KINDS
         and all(each.is_cpu and each.dtype is dtype for each in tensors)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
