@@ -26,6 +26,7 @@ from .matrices import read_values as read_values
 from .metadata import Metadata as Metadata
 from .metadata import check_vocabulary as check_vocabulary
 from .model import LLAMA_LAYER as LLAMA_LAYER
+from .model import count_layers as count_layers
 from .model import plan_model as plan_model
 from .native import fuse as fuse
 from .reading import GgufFile as GgufFile

@@ -24,7 +24,6 @@ from transformers import (
 
 from hf_speculate.errors import CheckpointError
 
-from .delta_net import DeltaNet
 from .metadata import Metadata
 
 
@@ -117,10 +116,7 @@ def _granite(reader: Metadata, sizes: Sizes) -> dict[str, Any]:
 def _qwen35(reader: Metadata, sizes: Sizes) -> dict[str, Any]:
     every, num_layers = reader.size("qwen35.full_attention_interval", 4), sizes["num_hidden_layers"]
     recurs = [(index + 1) % every != 0 for index in range(num_layers)]
-    return {
-        "layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in recurs],
-        **DeltaNet.read(reader, "qwen35").config,
-    }
+    return {"layer_types": ["linear_attention" if recurrent else "full_attention" for recurrent in recurs]}
 
 
 def _windows(reader: Metadata, architecture: str, sizes: Sizes, window: int | None, every: int) -> dict[str, Any]:

@@ -20,13 +20,9 @@ from .metadata import Metadata
 
 # Projections of a layer's input: name in the file -> name in transformers, in the order in which they are called.
 INPUTS = {"attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"}
-OUTPUT, CONVOLUTION, NORM, DECAY, TIME_STEP = (
-    "ssm_out.weight",
-    "ssm_conv1d.weight",
-    "ssm_norm.weight",
-    "ssm_a",
-    "ssm_dt.bias",
-)
+# What else a layer has. `FROM_VALUES` projects the values of all heads.
+FROM_VALUES, CONVOLUTION, NORM = "ssm_out.weight", "ssm_conv1d.weight", "ssm_norm.weight"
+DECAY, TIME_STEP = "ssm_a", "ssm_dt.bias"
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,7 @@ class DeltaNet:
                 f"{reader.file.path!r}: {inner} values in {value_heads} heads, {key_heads} heads of keys: heads must "
                 "be of one size, and as many must share each head of keys."
             )
-        sizes = (reader.size(f"{prefix}.{name}") for name in ("state_size", "conv_kernel"))
-        key_size, kernel = sizes
+        key_size, kernel = (reader.size(f"{prefix}.{name}") for name in ("state_size", "conv_kernel"))
         return cls(key_heads, value_heads, key_size, inner // value_heads, kernel)
 
     @property
@@ -80,7 +75,7 @@ class DeltaNet:
             "attn_gate.weight": (values, hidden_size),
             "ssm_beta.weight": (self.value_heads, hidden_size),
             "ssm_alpha.weight": (self.value_heads, hidden_size),
-            OUTPUT: (hidden_size, values),
+            FROM_VALUES: (hidden_size, values),
             CONVOLUTION: (channels, self.kernel),
             NORM: (self.value_size,),
             DECAY: (self.value_heads,),

@@ -22,8 +22,7 @@ from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
-from .delta_net import CONVOLUTION, DECAY, INPUTS, NORM, TIME_STEP
-from .delta_net import OUTPUT as FROM_VALUES
+from .delta_net import CONVOLUTION, DECAY, FROM_VALUES, INPUTS, NORM, TIME_STEP
 from .matrices import Matrix, TensorRows, half_split_order, read_values, read_vector
 from .model import (
     ATTENTION,

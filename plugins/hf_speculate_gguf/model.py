@@ -85,7 +85,7 @@ def plan_model(file: GgufFile) -> ModelPlan:
     _check_tensors(file, architecture, expected)
     check_vocabulary(reader)
     factors = rope_factors(file, sizes["head_dim"])
-    config = _config(reader, architecture, sizes, factors)
+    config = _config(reader, architecture, sizes, factors, delta_net)
     return ModelPlan(
         file=file,
         config=config,
@@ -122,9 +122,6 @@ def _sizes(reader: Metadata, architecture: Architecture) -> dict[str, int]:
     num_blocks, num_tensors = reader.size(f"{name}.block_count"), len(reader.file.tensors)
     if num_blocks > num_tensors:  # a bound, before the names of all layers are made
         raise CheckpointError(f"{reader.file.path!r}: {num_blocks} layers are announced, but {num_tensors} tensors.")
-    num_draft_layers = _num_draft_layers(reader, name)
-    if not 0 <= num_draft_layers < num_blocks:
-        raise CheckpointError(f"{reader.file.path!r}: {num_draft_layers} of {num_blocks} layers are draft layers.")
     embeddings = reader.file.tensors.get(EMBEDDINGS)
     if embeddings is None:
         raise CheckpointError(f"{reader.file.path!r}: tensor {EMBEDDINGS!r} is missing.")
@@ -132,7 +129,7 @@ def _sizes(reader: Metadata, architecture: Architecture) -> dict[str, int]:
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": reader.size(f"{name}.feed_forward_length"),
-        "num_hidden_layers": num_blocks - num_draft_layers,
+        "num_hidden_layers": count_layers(reader, name)[0],
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -140,16 +137,20 @@ def _sizes(reader: Metadata, architecture: Architecture) -> dict[str, int]:
     }
 
 
-def _num_draft_layers(reader: Metadata, architecture: str) -> int:
-    """The number of blocks after the model's layers that draft."""
-    return reader.get(f"{architecture}.nextn_predict_layers", int, 0)
+def count_layers(reader: Metadata, architecture: str) -> tuple[int, int]:
+    """The number of decoder layers, and of blocks after them that draft; raises `CheckpointError` if they cannot be."""
+    num_blocks = reader.size(f"{architecture}.block_count")
+    num_drafts = reader.get(f"{architecture}.nextn_predict_layers", int, 0)
+    if not 0 <= num_drafts < num_blocks:
+        raise CheckpointError(f"{reader.file.path!r}: {num_drafts} of {num_blocks} layers are draft layers.")
+    return num_blocks - num_drafts, num_drafts
 
 
 def _blocks(reader: Metadata, architecture: Architecture, sizes: dict[str, int]) -> list[str]:
     """The kind of each block of the file: that of a layer, or "draft"."""
-    num_layers = sizes["num_hidden_layers"]
+    num_layers, num_drafts = count_layers(reader, architecture.name)
     kinds = architecture.options(reader, sizes).get("layer_types") or ["full_attention"] * num_layers
-    return kinds + ["draft"] * _num_draft_layers(reader, architecture.name)
+    return kinds + ["draft"] * num_drafts
 
 
 Expected = Iterator[tuple[str, tuple[tuple[int, ...], bool]]]
@@ -235,7 +236,11 @@ def _check_tensors(
 
 
 def _config(
-    reader: Metadata, architecture: Architecture, sizes: dict[str, int], factors: Tensor | None
+    reader: Metadata,
+    architecture: Architecture,
+    sizes: dict[str, int],
+    factors: Tensor | None,
+    delta_net: DeltaNet | None,
 ) -> PreTrainedConfig:
     tensors, name = reader.file.tensors, architecture.name
     options: dict[str, Any] = {
@@ -245,6 +250,7 @@ def _config(
         "rope_parameters": rope_parameters(reader, architecture, sizes),
         "pad_token_id": token_id(reader, "padding", sizes["vocab_size"]),  # some defaults are beyond the vocabulary
         **architecture.options(reader, sizes),
+        **({} if delta_net is None else delta_net.config),
     }
     if name not in ("qwen2", "qwen35"):
         options["attention_bias"] = "blk.0.attn_q.bias" in tensors

@@ -173,8 +173,8 @@ class PackedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]
         return PackedLinear(self.in_features, count, self.block_type, self.backend, packed, bias)
 
 
-class ReorderedLinear(PackedLinear):
-    """A packed layer whose columns are in another order than its inputs.
+class ReorderedLinear(PackedMatrix, nn.Linear):  # type: ignore[override]
+    """A packed linear layer whose columns are in another order than its inputs.
 
     Args:
         order: column of the inputs that each column of the matrix multiplies.
@@ -186,7 +186,7 @@ class ReorderedLinear(PackedLinear):
         super().__init__(*arguments)
         self.register_buffer("order", order.to(self.packed.device), persistent=False)
 
-    def forward(self, inputs: Float[Tensor, "*M K"]) -> Float[Tensor, "*M N"]:
+    def forward(self, inputs: Float[Tensor, "*M K"]) -> Float[Tensor, "*M N"]:  # type: ignore[override]
         return super().forward(inputs[..., self.order])
 
 

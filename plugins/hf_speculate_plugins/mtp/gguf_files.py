@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor
 
-from hf_speculate_gguf import GgufFile, Matrix, Metadata, TensorRows, find_architecture, read_model_file, read_values
+from hf_speculate.errors import CheckpointError
+from hf_speculate_gguf import (
+    GgufFile,
+    Matrix,
+    Metadata,
+    TensorRows,
+    count_layers,
+    find_architecture,
+    read_model_file,
+    read_values,
+)
 from hf_speculate_gguf.native import FORMATS
 
 from ..checkpoints import check_finite
 
 
-def opened(path: str) -> GgufFile:
-    """The header of a model, which may be the draft layers alone.
+def opened(path: str, num_target_layers: int) -> GgufFile:
+    """The header of a model's file, which may hold its draft layers alone.
 
     Raises:
-        CheckpointError: no GGUF file, a broken one, or one of an architecture that is not known here.
+        CheckpointError: no GGUF file, a broken one, one of an architecture that is not known here, or of a model of
+            another depth than the target.
     """
     file = read_model_file(path)
-    find_architecture(Metadata(file))
+    num_layers, _ = count_layers(Metadata(file), find_architecture(Metadata(file)).name)
+    if num_layers != num_target_layers:
+        raise CheckpointError(f"{path} belongs to a model of {num_layers} layers; the target has {num_target_layers}.")
     return file
 
 
-def num_layers(file: GgufFile) -> int:
-    """The number of decoder layers of the model that the file is of."""
-    name = file.metadata["general.architecture"]
-    return Metadata(file).size(f"{name}.block_count") - Metadata(file).get(f"{name}.nextn_predict_layers", int, 0)
-
-
-def read_tensors(file: GgufFile, names: Collection[str]) -> dict[str, tuple[Tensor, Any]]:
-    """The values of some tensors as transformers has them, and the matrix that may stay packed, or None.
+def read_tensors(file: GgufFile, names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
+    """The values of some tensors as transformers has them, and those matrices that the file has in blocks.
 
     Raises:
         CheckpointError: NaN, or the file has changed.
     """
-    shift, found = find_architecture(Metadata(file)).norm_shift, {}
-    for name in names:
-        entry = file.tensors[name]
-        rows = TensorRows(file, entry)
-        is_norm = len(entry.shape) == 1
-        packed = Matrix((rows,)) if entry.type in FORMATS and not is_norm else None
-        found[name] = read_values(rows) - (shift if is_norm else 0.0), packed
+    shift = find_architecture(Metadata(file)).norm_shift
+    rows = {name: TensorRows(file, file.tensors[name]) for name in names}
+    tensors = {name: read_values(each) - (shift if len(each.entry.shape) == 1 else 0.0) for name, each in rows.items()}
     file.check_unchanged()
-    check_finite(file.path, {name: values for name, (values, _) in found.items()})
-    return found
+    check_finite(file.path, tensors)
+    return tensors, {name: Matrix((each,)) for name, each in rows.items() if each.entry.type in FORMATS}

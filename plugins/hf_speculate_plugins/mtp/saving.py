@@ -20,7 +20,7 @@ from ..checkpoints import read_config, read_weight_map, speculators_section, wri
 from ..heads import dense_state
 from .head import MtpHead
 from .layouts import layout_of, speculators_name
-from .source import COUNTS, Source, counted, is_gguf, text_config
+from .source import COUNTS, Source, counted, text_config
 
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ def keep(source: Source, folder: str | os.PathLike) -> list[str]:
         CheckpointError: the folder has no model in safetensors, or one of another depth or width; or the source is a
             GGUF file.
     """
-    if is_gguf(source.name):
+    if source.gguf is not None:
         raise CheckpointError(
             f"the draft layers in {source.name} are quantised as llama.cpp does: keep those of the original checkpoint."
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from ..checkpoints import Checkpoint, read_config, read_named, read_weight_map
 from .layouts import LAYOUTS, Layout, Place, expert_of, layout_of
 
 
+if TYPE_CHECKING:
+    from hf_speculate_gguf import GgufFile
+
+
 # Keys of configs that count draft layers.
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
@@ -33,13 +37,14 @@ class Source:
     """The draft layers of a checkpoint, found but not read.
 
     Attributes:
-        name: folder or Hub id.
+        name: folder, Hub id or GGUF file.
         layout: naming of their tensors.
         files: path of the file that holds each of their tensors, by name.
         places: place of each tensor, by name.
         num_layers: number of draft layers.
         num_target_layers: number of decoder layers of the target.
         hub: options of the download, with `huggingface_hub`'s meaning.
+        gguf: header of a GGUF file.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Source:
     num_layers: int
     num_target_layers: int
     hub: Mapping[str, Any] = field(default_factory=dict)
+    gguf: GgufFile | None = None
 
     @classmethod
     def of_target(cls, target: GenerativeModel) -> Source:
@@ -68,7 +74,7 @@ class Source:
 
     @classmethod
     def find(cls, name_or_path: str | os.PathLike, num_target_layers: int, **hub: Any) -> Source:
-        """The draft layers in a folder or Hub repository.
+        """The draft layers in a folder, Hub repository or GGUF file.
 
         Args:
             num_target_layers: number of decoder layers of the target.
@@ -76,29 +82,32 @@ class Source:
         Raises:
             CheckpointError: it cannot be read, or has no draft layers.
         """
-        name = user_path(name_or_path)
+        name, gguf = user_path(name_or_path), None
         try:
-            files = (
-                _gguf_map(name, num_target_layers)
-                if is_gguf(name)
-                else read_weight_map(lambda file: _file(name, file, hub))
-            )
+            if name.endswith(".gguf"):
+                from .gguf_files import opened  # and the package for packed targets
+
+                gguf = opened(name, num_target_layers)
+                files = dict.fromkeys(gguf.tensors, name)
+            else:
+                files = read_weight_map(lambda file: _file(name, file, hub))
         except OSError as error:
             raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
         found = layout_of(files, num_target_layers)
         if found is None:
-            raise CheckpointError(_without_layers(name, len(files), hub))
+            raise CheckpointError(_without_layers(name, len(files), None if gguf else _file(name, "config.json", hub)))
         layout, places = found
         numbers = {place.layer for place in places.values() if place.layer is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(f"{name}: draft layers {sorted(numbers)} of {layout.name} names: some are missing.")
-        return cls(name, layout, {each: files[each] for each in places}, places, len(numbers), num_target_layers, hub)
+        of_layers = {each: files[each] for each in places}
+        return cls(name, layout, of_layers, places, len(numbers), num_target_layers, hub, gguf)
 
     def paths(self) -> dict[str, list[str]]:
         """The names of tensors to read, by the path of the file that holds them."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
-            path = file if is_gguf(file) else _file(self.name, file, self.hub)
+            path = _file(self.name, file, self.hub)
             if path is None:
                 raise CheckpointError(f"{self.name}: its index names the file {file!r}, which is not there.")
             found[path].append(name)
@@ -112,23 +121,25 @@ class Source:
         Raises:
             CheckpointError: unreadable files, NaN, or experts that are missing.
         """
-        tensors: dict[str, Tensor] = {}
-        packed: dict[str, Any] = {}
-        left_out = []
-        for path, names in self.paths().items():
-            wanted = [name for name in names if self._is_wanted(name, layer)]
-            left_out += [name for name in names if name not in wanted]
-            if is_gguf(path):
-                from .gguf_files import opened, read_tensors  # and the package for packed targets
-
-                found = read_tensors(opened(path), wanted)
-                packed |= {self.places[name].name: matrix for name, (_, matrix) in found.items() if matrix is not None}
-                tensors |= {self.places[name].name: values for name, (values, _) in found.items()}
-            else:
-                tensors |= {self.places[name].name: each for name, each in read_named(path, wanted).items()}
+        wanted = [name for name in self.files if self._is_wanted(name, layer)]
+        stored, in_blocks = self._read(wanted)
+        tensors = {self.places[name].name: each for name, each in stored.items()}
+        packed = {self.places[name].name: each for name, each in in_blocks.items()}
         config = read_config(self.name) if os.path.isdir(self.name) else {}
         files = sorted(set(self.files.values()))
+        left_out = [name for name in self.files if name not in wanted]
         return Checkpoint(self.name, config, _stacked(tensors, self.name), files, packed), left_out
+
+    def _read(self, names: Collection[str]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """Tensors by their names in the files, and those matrices that a GGUF file has in blocks."""
+        if self.gguf is not None:
+            from .gguf_files import read_tensors  # and the package for packed targets
+
+            return read_tensors(self.gguf, names)
+        found: dict[str, Tensor] = {}
+        for path in self.paths():
+            found |= read_named(path, names)
+        return found, {}
 
     def _is_wanted(self, name: str, layer: int) -> bool:
         place = self.places[name]
@@ -151,10 +162,9 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else config
 
 
-def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
+def _without_layers(name: str, num_tensors: int, config: str | None) -> str:
     """The message for a checkpoint without draft layers: what its config states, and where they would be."""
-    path = None if is_gguf(name) else _file(name, "config.json", hub)
-    text = text_config(read_json(path) if path else {})
+    text = text_config(read_json(config) if config else {})
     stated = ", ".join(f"{key}={number}" for key, number in counted(text).items())
     lost = f", though its config.json states {stated}: they were lost when it was saved" if stated else ""
     examples = ", ".join(f"{layout.example} ({layout.name})" for layout in LAYOUTS)
@@ -162,25 +172,6 @@ def _without_layers(name: str, num_tensors: int, hub: Mapping[str, Any]) -> str:
         f"{name} holds no draft layers (MTP) among its {num_tensors} tensors{lost}. Their names would be {examples}. "
         "If another checkpoint of this model has them: mtp:head=FOLDER_OR_HUB_ID."
     )
-
-
-def is_gguf(path: str) -> bool:
-    """Whether a place is a GGUF file."""
-    return path.endswith(".gguf")
-
-
-def _gguf_map(path: str, num_target_layers: int) -> dict[str, str]:
-    """`read_weight_map` of a GGUF file, which is one file even where it is in parts.
-
-    Raises:
-        CheckpointError: it cannot be read, or belongs to a model of another depth.
-    """
-    from .gguf_files import num_layers, opened  # and the package for packed targets
-
-    file = opened(path)
-    if (found := num_layers(file)) != num_target_layers:
-        raise CheckpointError(f"{path} belongs to a model of {found} layers; the target has {num_target_layers}.")
-    return dict.fromkeys(file.tensors, path)
 
 
 def _file(place: str, file: str, hub: Mapping[str, Any]) -> str | None:

@@ -20,6 +20,7 @@ from ...support.inputs import padded_batch
 from ...support.models import build_tiny_model
 from ...support.mtp import DEPTH, FAMILIES, build, draft_tensors, load_target, write_target
 from ...support.replays import stand_in
+from ...support.requests import assert_same, run
 from ...support.tiers import quick, quick_quarter
 
 
@@ -50,10 +51,7 @@ def test_texts_of_padded_batches_are_those_of_plain_generate(target_of, prompt, 
     target, inputs = target_of(family), padded_batch(prompt, (11, 4, 9))
     request = {**inputs, "max_new_tokens": 14, "do_sample": do_sample, **({"top_k": 20} if do_sample else {})}
     speculator = AutoSpeculator.from_name("mtp", target, adaptive=False)
-    torch.manual_seed(3)
-    plain = target.generate(**request)
-    torch.manual_seed(3)
-    assert torch.equal(target.generate(**request, speculator=speculator), plain)
+    assert_same(run(target, speculator, **request), run(target, **request))
     assert speculator.stats.drafted_tokens
 
 

@@ -12,6 +12,7 @@ from hf_speculate_plugins.mtp.saving import WEIGHTS, add_tensors
 
 from ...support.mtp import draft_tensors
 from ...support.pictures import qwen
+from ...support.requests import assert_same, run
 from ...support.versions import needs_transformers
 
 
@@ -36,10 +37,7 @@ def test_texts_about_pictures(case, do_sample):
     target, inputs = case
     request = {**inputs, "max_new_tokens": 14, "do_sample": do_sample}
     speculator = AutoSpeculator.from_name("mtp", target, adaptive=False)
-    torch.manual_seed(3)
-    plain = target.generate(**request)
-    torch.manual_seed(3)
-    assert torch.equal(target.generate(**request, speculator=speculator), plain)
+    assert_same(run(target, speculator, **request), run(target, **request))
     assert speculator.stats.drafted_tokens
 
 
