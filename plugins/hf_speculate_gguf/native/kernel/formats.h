@@ -304,14 +304,45 @@ template <class F> void look_up_row(const uint8_t* block, int64_t columns, float
   }
 }
 
+// Neighbouring tiles that are multiplied together. A single one is multiplied as if it were several.
+struct Stretch {
+  const uint8_t* first;
+  int64_t tile_bytes, cells, count;
+
+  INLINE const uint8_t* at(int64_t i) const { return i < count ? first + i * tile_bytes : first; }
+};
+
+// Number of tiles that are multiplied together with rows X.
+template <class X> constexpr int TILES = 1;
+
 constexpr int AHEAD = 12288;  // bytes of weights to prefetch ahead; the hardware of some CPUs does not prefetch across a page
 
-// Prefetches a cell's share of a tile, AHEAD bytes ahead, into all caches. Intel's CPUs hold back their hardware
-// prefetch, to a third of its speed, if software prefetches past the caches.
-template <class F> INLINE void prefetch(const uint8_t* tile, int64_t cell) {
-  constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
+// Prefetches what comes AHEAD bytes after the tiles of a stretch, a cell's share of each tile at a time, into all
+// caches. Intel's CPUs hold back their hardware prefetch, to a third of its speed, if software prefetches past the
+// caches.
+template <class F, int COUNT> class Ahead {
+  static constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
+
+ public:
+  INLINE Ahead(const Stretch& tiles) : at(tiles.first), in_tile(0), tile_bytes(tiles.tile_bytes) { advance(AHEAD / COUNT); }
+
+  INLINE void prefetch() {
+#pragma GCC unroll 2
+    for (int t = 0; t < COUNT; t++)
 #pragma GCC unroll 16
-  for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(tile + cell * BYTES + b + AHEAD, 0, 3);
-}
+      for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(at + t * tile_bytes + b, 0, 3);
+    advance(BYTES);
+  }
+
+ private:
+  // At the end of a stretch's first tile its other tiles are skipped.
+  INLINE void advance(int64_t bytes) {
+    at += bytes, in_tile += bytes;
+    for (; COUNT > 1 && in_tile >= tile_bytes; in_tile -= tile_bytes) at += (COUNT - 1) * tile_bytes;
+  }
+
+  const uint8_t* at;
+  int64_t in_tile, tile_bytes;  // in_tile: bytes from the beginning of its tile
+};
 
 }  // namespace

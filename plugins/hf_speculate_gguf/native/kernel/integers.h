@@ -6,20 +6,26 @@
 
 namespace {
 
-// Rows of 8-bit integers [cell, row, quad, 4] with scales [cell, row]; and the sums of the rounded values [cell, 3,
-// row], over the first 16 columns of a cell, the other 16, and all.
+// A cell of a row in 8-bit integers [quad, 4], in a cache line of its own: threads write neighbouring rows at the same
+// time. Sums are over the first 16 columns, the other 16, and all: `sums` of the rounded values, `counts` of the
+// integers, negative.
+struct alignas(64) RoundedCell {
+  int8_t values[COLUMNS];
+  float scale, sums[3];
+  int32_t counts[3];
+};
+
+// Cells [cell, row].
 struct Rounded {
   typedef int8_t Value;
-  Value* values;
-  float *scales, *sums;
+  RoundedCell* cells;
   int64_t rows;
 
-  INLINE Value* at(int64_t cell, int64_t row) const { return values + (cell * rows + row) * COLUMNS; }
-  INLINE float scale(int64_t cell, int64_t row) const { return scales[cell * rows + row]; }
-  INLINE float sum(int64_t cell, int groups, int g, int64_t row) const {
-    return sums[(cell * 3 + (groups == 2 ? g : 2)) * rows + row];
-  }
+  INLINE RoundedCell& at(int64_t cell, int64_t row) const { return cells[cell * rows + row]; }
 };
+
+// The place of a group among a cell's sums, for a type that has so many groups in a cell.
+constexpr int sum_of_group(int groups, int g) { return groups == 2 ? g : 2; }
 
 // The largest of some floats' bits without signs: these ascend with the values, and NaN is at the top.
 INLINE uint32_t highest_bits(const Floats halves[2]) {
@@ -48,8 +54,10 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
 #if HAS_AVX512
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
   for (int h = 0; h < 2; h++) {
-    store(to + h * LANES, _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)integers[h]), order));
-    sums[h] = _mm512_reduce_add_epi32((__m512i)integers[h]);
+    const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)integers[h]), order);
+    store(to + h * LANES, bytes);
+    const __m128i eights = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), __m128i{});  // of bytes + 128
+    sums[h] = _mm_cvtsi128_si32(eights) + _mm_extract_epi32(eights, 2) - LANES * 128;
   }
 #elif HAS_AVX2
   __m256i eights[4], pairs[2];
@@ -77,8 +85,8 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
 #endif
 }
 
-// Rounds the 32 columns of a cell and row to 127ths of the largest.
-template <class T> void round_cell(const T* from, const Rounded& to, int64_t cell, int64_t m) {
+// Rounds 32 columns to 127ths of the largest.
+template <class T> void round_cell(const T* from, RoundedCell& to) {
   const Floats halves[2] = {widen(from), widen(from + LANES)};
   const uint32_t highest = highest_bits(halves);
   const float largest = reinterpret<float>(highest), scale = largest / 127;
@@ -87,19 +95,11 @@ template <class T> void round_cell(const T* from, const Rounded& to, int64_t cel
   Ints integers[2];
   for (int h = 0; h < 2; h++)
     integers[h] = reinterpret<Ints>((is_finite ? halves[h] : Floats{}) * factor + ROUNDING) - reinterpret<int32_t>(ROUNDING);
-  int sums[2];
-  put_bytes(integers, to.at(cell, m), sums);
-  to.scales[cell * to.rows + m] = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
-  float* at = to.sums + cell * 3 * to.rows + m;
-  at[0] = to.scale(cell, m) * sums[0], at[to.rows] = to.scale(cell, m) * sums[1];
-  at[2 * to.rows] = to.scale(cell, m) * (sums[0] + sums[1]);
-}
-
-// Clears a row that only fills a block.
-inline void clear_cell(const Rounded& to, int64_t cell, int64_t m) {
-  memset(to.at(cell, m), 0, COLUMNS);
-  to.scales[cell * to.rows + m] = 0;
-  for (int i = 0; i < 3; i++) to.sums[(cell * 3 + i) * to.rows + m] = 0;
+  int sums[3];
+  put_bytes(integers, to.values, sums);
+  sums[2] = sums[0] + sums[1];
+  to.scale = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
+  for (int i = 0; i < 3; i++) to.sums[i] = to.scale * sums[i], to.counts[i] = -sums[i];
 }
 
 #if HAS_AVX512 && defined(__AVX512VNNI__)
@@ -108,14 +108,14 @@ inline void clear_cell(const Rounded& to, int64_t cell, int64_t m) {
 #define HAS_VNNI 1
 #endif
 #if HAS_VNNI
-constexpr bool TAKES_UNSIGNED = true;
+constexpr bool TAKES_UNSIGNED = true, ADDS_WHOLE = true;
 #else
-constexpr bool TAKES_UNSIGNED = false;
+constexpr bool TAKES_UNSIGNED = false, ADDS_WHOLE = false;
 #endif
 
-// Adds the products of four codes of each lane and four bytes of a row. Sums are 32-bit, or pairs of 16-bit sums, which
-// `widened` adds. Codes have at most seven bits, or eight with TAKES_UNSIGNED; otherwise they are signed 8-bit
-// integers.
+// Adds the products of four codes of each lane and four bytes of a row. Sums are 32-bit with ADDS_WHOLE; else they may be
+// pairs of 16-bit sums, which `widened` adds. Codes have at most seven bits, or eight with TAKES_UNSIGNED; otherwise they
+// are signed 8-bit integers.
 template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, const WideWords& codes, int32_t x) {
 #if HAS_AVX512 && HAS_VNNI
   return (WideInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
@@ -151,85 +151,100 @@ INLINE WideInts widened(const WideInts& sums) {
 #endif
 }
 
-// The form in which a type's codes are multiplied, and the correction for it: correction * sum of the row.
+// The form in which a type's codes are multiplied.
 template <class F> struct Bytewise {
   static constexpr bool IS_SIGNED = F::CODE_BITS == 8 && !TAKES_UNSIGNED;
   // Number of pair products that fit into 16 bits.
   static constexpr int MOST = TAKES_UNSIGNED || F::CODE_BITS <= 4 ? 8 : F::CODE_BITS == 8 ? 1 : F::CODE_BITS == 6 ? 2 : 4;
-  static constexpr bool CORRECTS = F::OFFSET || (F::BIAS && !IS_SIGNED);
+  static constexpr bool HAS_BIAS = F::BIAS && !IS_SIGNED;
 
   static INLINE WideWords quad(const typename F::Codes& codes, int i, int part) {
     const WideWords found = codes.template quad<WideWords>(i, part);
     return IS_SIGNED ? found ^ 0x80808080 : found;
   }
 
-  static INLINE Floats correction(const typename F::Factors& factors, int g) {
-    if (F::OFFSET) return factors.offsets[g];
-    return factors.scales[g] * float(-F::BIAS);
+  // What a row's sums over a group begin with: -BIAS * sum of the row's integers.
+  static INLINE WideInts start(const RoundedCell& x, int g) {
+    return HAS_BIAS ? (WideInts{} + x.counts[sum_of_group(F::GROUPS, g)]) * F::BIAS : WideInts{};
   }
 };
 
 // Adds a group's share to the products of a row. Every path uses this, so that the bits are equal.
 template <class F, class V>
-INLINE V add(const V& products, const V& integers, const V& scales, const V& corrections, const Rounded& x, int64_t cell,
-             int g, int64_t m) {
-  const V total = products + integers * (scales * x.scale(cell, m));
-  return Bytewise<F>::CORRECTS ? total + corrections * x.sum(cell, F::GROUPS, g, m) : total;
+INLINE V add(const V& products, const V& integers, const V& scales, const V& offsets, float scale, float sum) {
+  const V total = products + integers * (scales * scale);
+  return F::OFFSET ? total + offsets * sum : total;
 }
 
-// Parts of a quad whose sums are in registers together: a row's bytes are broadcast once for all of them.
-constexpr int PARTS_AT_ONCE = HAS_AVX2 ? 2 : 1;
+// Tiles that are multiplied together, and vectors of them whose sums are in registers together: a row's bytes are
+// broadcast once for all of these.
+template <> constexpr int TILES<Rounded> = HAS_AVX512 ? 2 : 1;
+constexpr int VECTORS = HAS_AVX512 || HAS_AVX2 ? 2 : 1;
 
-// Multiplies a tile with ROWS rows from row m on.
+// Multiplies TILES tiles with ROWS rows from row m on.
 template <int ROWS, class F>
-void multiply_few(const uint8_t* tile, int64_t cells, const Rounded& x, int64_t m, float* products) {
-  constexpr int STEPS = F::GROUP / 4, BATCH = Bytewise<F>::MOST < STEPS ? Bytewise<F>::MOST : STEPS, P = PARTS_AT_ONCE;
-  typename F::Factors factors;
-  typename F::Codes codes;
-  WideFloats totals[ROWS][PARTS] = {};
-  for (int64_t cell = 0; cell < cells; cell++) {
-    prefetch<F>(tile, cell);
-    codes.go_to(tile, cells, cell);
-    factors.read(tile, cells, cell);
-    const int8_t* in = x.at(cell, m);
+void multiply_few(const Stretch& tiles, const Rounded& x, int64_t m, float* products) {
+  constexpr int STEPS = F::GROUP / 4, BATCH = Bytewise<F>::MOST < STEPS ? Bytewise<F>::MOST : STEPS;
+  constexpr int COUNT = TILES<Rounded>, V = VECTORS;
+  typename F::Factors factors[COUNT];
+  typename F::Codes codes[COUNT];
+  WideFloats totals[ROWS][COUNT * PARTS] = {};
+  Ahead<F, COUNT> ahead(tiles);
+  for (int64_t cell = 0; cell < tiles.cells; cell++) {
+    if (!m) ahead.prefetch();
+#pragma GCC unroll 2
+    for (int t = 0; t < COUNT; t++) {
+      codes[t].go_to(tiles.at(t), tiles.cells, cell);
+      factors[t].read(tiles.at(t), tiles.cells, cell);
+    }
+    const RoundedCell* in = &x.at(cell, m);
 #pragma GCC unroll 2
     for (int g = 0; g < F::GROUPS; g++) {
-      const Floats correction = Bytewise<F>::correction(factors, g);
 #pragma GCC unroll 4
-      for (int part = 0; part < PARTS; part += P) {
-        WideInts sums[ROWS][P] = {};
+      for (int first = 0; first < COUNT * PARTS; first += V) {
+        WideInts sums[ROWS][V];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+          for (int v = 0; v < V; v++) sums[r][v] = Bytewise<F>::start(in[r], g);
 #pragma GCC unroll 8
         for (int i = g * STEPS; i < (g + 1) * STEPS; i += BATCH) {
-          WideInts some[ROWS][P] = {};
+          WideInts some[ROWS][V];
+#pragma GCC unroll 16
+          for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) some[r][v] = ADDS_WHOLE ? sums[r][v] : WideInts{};
 #pragma GCC unroll 8
           for (int j = i; j < i + BATCH; j++) {
-            WideWords quads[P];
+            WideWords quads[V];
 #pragma GCC unroll 2
-            for (int p = 0; p < P; p++) quads[p] = Bytewise<F>::quad(codes, j, part + p);
-#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) quads[v] = Bytewise<F>::quad(codes[(first + v) / PARTS], j, (first + v) % PARTS);
+#pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-              for (int p = 0; p < P; p++)
-                some[r][p] = add_products<Bytewise<F>::IS_SIGNED>(some[r][p], quads[p], load<int32_t>(in + r * COLUMNS + 4 * j));
+              for (int v = 0; v < V; v++)
+                some[r][v] = add_products<Bytewise<F>::IS_SIGNED>(some[r][v], quads[v], load<int32_t>(in[r].values + 4 * j));
           }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-            for (int p = 0; p < P; p++) sums[r][p] = BATCH == STEPS ? widened(some[r][p]) : sums[r][p] + widened(some[r][p]);
+            for (int v = 0; v < V; v++) sums[r][v] = ADDS_WHOLE ? some[r][v] : sums[r][v] + widened(some[r][v]);
         }
 #pragma GCC unroll 2
-        for (int p = 0; p < P; p++) {
-          const WideFloats scales = load<WideFloats>((const float*)&factors.scales[g] + (part + p) * WIDE);
-          const WideFloats corrections = load<WideFloats>((const float*)&correction + (part + p) * WIDE);
-#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+          const int tile = (first + v) / PARTS, lane = (first + v) % PARTS * WIDE;
+          const WideFloats scales = load<WideFloats>((const float*)&factors[tile].scales[g] + lane);
+          const WideFloats offsets = load<WideFloats>((const float*)&factors[tile].offsets[g] + lane);
+#pragma GCC unroll 16
           for (int r = 0; r < ROWS; r++)
-            totals[r][part + p] = add<F>(totals[r][part + p], __builtin_convertvector(sums[r][p], WideFloats), scales,
-                                         corrections, x, cell, g, m + r);
+            totals[r][first + v] = add<F>(totals[r][first + v], __builtin_convertvector(sums[r][v], WideFloats), scales,
+                                          offsets, in[r].scale, in[r].sums[sum_of_group(F::GROUPS, g)]);
         }
       }
     }
   }
-  memcpy(products + m * LANES, totals, sizeof totals);
+  for (int t = 0; t < COUNT; t++)
+    for (int r = 0; r < ROWS; r++) memcpy(products + (t * x.rows + m + r) * LANES, totals[r] + t * PARTS, 4 * LANES);
 }
 
 }  // namespace

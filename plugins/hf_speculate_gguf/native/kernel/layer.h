@@ -83,7 +83,7 @@ template <class T> class LayerRun {
     team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
     team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
       in.multiply(layer.output[0], i, end, sink<&LayerRun::add_attention>());
-    });
+    }, TILES<Rounded>);
     team.each(rows, [&](int64_t m) {
       if (layer.attention_post_norm && m < count)
         add_normed(layer.attention_post_norm, m, x + m * layer.hidden, residual + m * layer.hidden);
@@ -97,7 +97,7 @@ template <class T> class LayerRun {
     });
     team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
       activated.multiply(layer.down[0], i, end, sink<&LayerRun::add_mlp>());
-    });
+    }, TILES<Rounded>);
     if (layer.mlp_post_norm)
       team.each(count, [&](int64_t m) {
         add_normed(layer.mlp_post_norm, m, residual + m * layer.hidden, y + m * layer.hidden);
@@ -256,7 +256,8 @@ template <class T> bool attend_all(const AttentionCall& c) {
 template <class T> class Layers {
  public:
   explicit Layers(const Call& call)
-      : call(call), layer(*call.layers[0]), rows(filled_rows(call.batch_size * call.num_queries, call.is_bf16 && !call.rounds)),
+      : call(call), layer(*call.layers[0]),
+        rows(filled_rows(call.batch_size * call.num_queries, call.rounds ? 1 : sizeof(Factor<T>))),
         q_size(layer.heads * layer.head_dim), widest(larger(layer.hidden * (1 + layer.joins), q_size)),
         num_products(rows * larger(larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner), layer.hidden)),
         per_thread(Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats())) {}

@@ -55,12 +55,13 @@ template <class T> void put_tile(const Matrix& w, int64_t tile, int64_t rows, fl
 // Multiplies tiles `i` to `end` of a matrix with rows.
 template <class F, class T, class X>
 void multiply_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
-  alignas(64) float products[CHUNK * LANES];
+  alignas(64) float products[TILES<X> * CHUNK * LANES];
   const int64_t cells = w.in_features / COLUMNS, tile_bytes = F::tile_bytes(cells);
   const Multiplier<F, X> multiply(x);
-  for (; i < end; i++) {
-    multiply(w.tiles + i * tile_bytes, cells, products);
-    put_tile<T>(w, i, x.rows, products, sink);
+  while (i < end) {
+    const int64_t first = i, count = end - i < TILES<X> ? end - i : TILES<X>;
+    multiply({w.tiles + i * tile_bytes, tile_bytes, cells, count}, products);
+    for (; i < first + count; i++) put_tile<T>(w, i, x.rows, products + (i - first) * x.rows * LANES, sink);
   }
 }
 
@@ -175,7 +176,7 @@ template <class T> class Arranged {
   static int64_t bytes(int64_t rows, int64_t columns, bool rounds) {
     const int64_t cells = columns / COLUMNS;
     const int64_t own = Scratch::rounded(rows * columns * sizeof(T)) + WIDENS * Scratch::rounded(sizeof(float) * rows * columns);
-    if (rounds) return own + Scratch::rounded(rows * columns) + Scratch::rounded(4 * sizeof(float) * cells * rows);
+    if (rounds) return own + sizeof(RoundedCell) * cells * rows;
     return own + Scratch::rounded(3 * sizeof(float) * cells * rows);
   }
 
@@ -188,9 +189,7 @@ template <class T> class Arranged {
     if (WIDENS) taken.factors = scratch.take<Factor<T>>(rows * columns);
     else taken.factors = (Factor<T>*)taken.values.values;
     if (rounds) {
-      taken.rounded.values = scratch.take<int8_t>(rows * columns), taken.rounded.rows = rows;
-      taken.rounded.scales = scratch.take<float>(4 * cells * rows);
-      taken.rounded.sums = taken.rounded.scales + cells * rows;
+      taken.rounded = {scratch.take<RoundedCell>(cells * rows), rows};
       return taken;
     }
     taken.sums[0] = scratch.take<float>(3 * cells * rows), taken.sums[1] = taken.sums[0] + 2 * cells * rows;
@@ -213,8 +212,8 @@ template <class T> class Arranged {
     for (; cell < end; cell++) {
       if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
       if (rounds) {
-        if (only_fills) clear_cell(rounded, cell, m);
-        else round_cell(at(cell, m), rounded, cell, m);
+        if (only_fills) rounded.at(cell, m) = {};
+        else round_cell(at(cell, m), rounded.at(cell, m));
       }
       if (WIDENS && (are_dense || !rounds))
         for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
@@ -249,7 +248,7 @@ template <class T, class Row> void multiply(Team& team, const Matrix& w, Arrange
     }
   });
   team.share((w.out_features + LANES - 1) / LANES,
-             [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); });
+             [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); }, TILES<Rounded>);
 }
 
 // The same for any number of contiguous rows. `rounds`: see `Arranged`. Returns false if out of memory.
@@ -260,7 +259,7 @@ template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* 
   Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
   for (int64_t m = 0; m < count; m += CHUNK) {
     const int64_t now = count - m < CHUNK ? count - m : CHUNK;
-    in.set_rows(filled_rows(now, sizeof(T) == 2 && !rounds));
+    in.set_rows(filled_rows(now, rounds ? 1 : sizeof(Factor<T>)));
     Team::run(threads, [&](Team& team, int) {
       multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
                Output<T>{y + m * w.out_features, now, w.out_features});

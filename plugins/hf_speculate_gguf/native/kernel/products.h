@@ -54,15 +54,16 @@ INLINE Floats add(const typename F::Factors& factors, int g, const Floats& sum, 
 
 // Multiplies a tile with ROWS rows from row m on; decoded weights stay in registers.
 template <int ROWS, class F, class T>
-void multiply_few(const uint8_t* tile, int64_t cells, Inputs<T> x, int64_t m, float* products) {
+void multiply_few(const Stretch& tiles, Inputs<T> x, int64_t m, float* products) {
   constexpr int STEPS = F::GROUP / STEP<T>;
   typename F::Factors factors;
   typename F::Codes codes;
   Floats totals[ROWS] = {};
-  for (int64_t cell = 0; cell < cells; cell++) {
-    prefetch<F>(tile, cell);
-    codes.go_to(tile, cells, cell);
-    factors.read(tile, cells, cell);
+  Ahead<F, 1> ahead(tiles);
+  for (int64_t cell = 0; cell < tiles.cells; cell++) {
+    if (!m) ahead.prefetch();
+    codes.go_to(tiles.first, tiles.cells, cell);
+    factors.read(tiles.first, tiles.cells, cell);
     const T* in = x.at(cell, m);
 #pragma GCC unroll 2
     for (int g = 0; g < F::GROUPS; g++) {

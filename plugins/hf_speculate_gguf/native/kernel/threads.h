@@ -132,12 +132,13 @@ class Team {
     });
   }
 
-  // Runs body(begin, end) over 0 .. count in pieces. Returns when all are done; at once in a thread that has left.
-  template <class Body> void share(int64_t count, const Body& body) {
+  // Runs body(begin, end) over 0 .. count in pieces of some units. Returns when all are done; at once in a thread that has
+  // left.
+  template <class Body> void share(int64_t count, const Body& body, int64_t unit = 1) {
     const int size = shared.size;
     if (number >= size) return;
     if (size == 1) return body(0, count);
-    const int64_t step = count / (8 * size) + 1;
+    const int64_t step = (count / (8 * size * unit) + 1) * unit;
     for (int64_t i; (i = shared.next.fetch_add(step)) < count;) body(i, i + step < count ? i + step : count);
     wait();
   }

@@ -16,9 +16,11 @@ inline bool has_amx() {
 constexpr bool has_amx() { return false; }
 #endif
 
-// Number of rows to multiply for `count`: AMX multiplies more than sixteen in blocks of sixteen.
-inline int64_t filled_rows(int64_t count, bool is_bf16) {
-  return has_amx() && is_bf16 && count > LANES ? (count + LANES - 1) / LANES * LANES : count;
+// Number of rows to multiply for `count`, in bytes, bfloat16 or float32 (by their size). AMX multiplies more than sixteen
+// in blocks of sixteen. Elsewhere an odd number is filled: one row more takes less than another pass.
+inline int64_t filled_rows(int64_t count, int size) {
+  if (size == 2 && has_amx()) return count > LANES ? (count + LANES - 1) / LANES * LANES : count;
+  return size < 4 && count % 8 > (size == 1 ? 2 : 4) ? count + count % 2 : count;
 }
 
 #if HAS_AMX
@@ -62,15 +64,18 @@ template <class F> INLINE void decode(const typename F::Codes& codes, uint16_t* 
 // Multiplies a tile with all rows. Three cells are in progress at a time, so that nothing is loaded right after it was
 // stored.
 template <class F>
-void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int block, float* products) {
+void multiply_amx(const Stretch& tiles, Inputs<uint16_t> x, int block, float* products) {
+  const uint8_t* tile = tiles.first;
+  const int64_t cells = tiles.cells;
   typename F::Codes codes;
   alignas(64) uint16_t weights[2][CELL];
   alignas(64) float sums[2][F::GROUPS * CHUNK * LANES];
   typename F::Factors factors;
+  Ahead<F, 1> ahead(tiles);
   memset(products, 0, x.rows * LANES * sizeof(float));
   for (int64_t cell = 0; cell < cells + 2; cell++) {
     if (cell < cells) {
-      prefetch<F>(tile, cell);
+      ahead.prefetch();
       codes.go_to(tile, cells, cell);
       decode<F>(codes, weights[cell % 2]);
     }
@@ -90,21 +95,23 @@ void multiply_amx(const uint8_t* tile, int64_t cells, Inputs<uint16_t> x, int bl
 // Number of rows whose sums are in registers together.
 template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 8 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
-template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 ? 4 : 8;
+template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 || (HAS_AVX512 && !ADDS_WHOLE) ? 4 : 8;
 
-// Multiplies a tile with all rows from row m on, ROWS at a time and then fewer. Each block of rows decodes the tile
+// Multiplies tiles with all rows from row m on, ROWS at a time and then fewer. Each block of rows decodes the tiles
 // again, at the cost of two rows. Keeping decoded cells for up to 64 rows was not faster.
 template <int ROWS, class F, class X>
-void multiply_rest(const uint8_t* tile, int64_t cells, const X& x, int64_t m, float* products) {
-  for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tile, cells, x, m, products);
-  // Every row count that is compiled takes seconds of compile time.
-  constexpr int FEWER = ROWS > (sizeof(typename X::Value) == 1 ? 8 : 4) ? ROWS / 2 : ROWS - 1;
+void multiply_rest(const Stretch& tiles, const X& x, int64_t m, float* products) {
+  for (; m + ROWS <= x.rows; m += ROWS) multiply_few<ROWS, F>(tiles, x, m, products);
+  // Every row count that is compiled takes seconds of compile time. See `filled_rows`.
+  constexpr int SIZE = sizeof(typename X::Value);
+  constexpr bool HALVES = ROWS > 8 || (SIZE == 4 && ROWS > 4), SKIPS = ROWS > 4 || (SIZE == 1 && ROWS > 2);
+  constexpr int FEWER = HALVES ? ROWS / 2 : SKIPS ? ROWS - 2 : ROWS - 1;
   if constexpr (FEWER > 0)
-    if (m < x.rows) multiply_rest<FEWER, F>(tile, cells, x, m, products);
+    if (m < x.rows) multiply_rest<FEWER, F>(tiles, x, m, products);
 }
 
-// Computes the products [row, lane] of one tile after another with the same rows, in one thread. Rounded rows do not
-// use AMX: what it saves is little compared with scaling the sums of every group.
+// Computes the products [tile, row, lane] of one stretch of tiles after another with the same rows, in one thread.
+// Rounded rows do not use AMX: what it saves is little compared with scaling the sums of every group.
 template <class F, class X> class Multiplier {
   typedef typename X::Value Value;
 
@@ -121,12 +128,12 @@ template <class F, class X> class Multiplier {
   }
 #endif
 
-  void operator()(const uint8_t* tile, int64_t cells, float* products) const {
+  void operator()(const Stretch& tiles, float* products) const {
 #if HAS_AMX
     if constexpr (sizeof(Value) == 2)
-      if (amx) return multiply_amx<F>(tile, cells, x, block, products);
+      if (amx) return multiply_amx<F>(tiles, x, block, products);
 #endif
-    multiply_rest<ROWS_AT_ONCE<X>, F>(tile, cells, x, 0, products);
+    multiply_rest<ROWS_AT_ONCE<X>, F>(tiles, x, 0, products);
   }
 
  private:
