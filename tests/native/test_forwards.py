@@ -17,6 +17,7 @@ from hf_speculate.scoring.attention import TreeAttention, fold
 from hf_speculate_gguf.native import binding as native
 from hf_speculate_gguf.native.formats import FORMATS
 from hf_speculate_gguf.native.forwards import fuse
+from hf_speculate_gguf.native.inputs import MOST_KEYS
 from hf_speculate_gguf.native.layers import MOST_ROWS
 
 from ..support.packed import OTHER_CPUS, ids, modules_only, padded
@@ -184,6 +185,24 @@ def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(repeats, backen
         alone, own = states_of(model, ids(1, length, seed=length))
         assert torch.equal(found[:, row, 24 - length :], alone[:, 0])
         assert torch.equal(later[:, row], states_of(model, one_more[row : row + 1], own)[0][:, 0])
+    assert set(calls) == {1}
+
+
+@pytest.mark.parametrize("backend", ["native", "native-int8"])
+def test_texts_of_more_rows_than_at_once_are_computed_in_pieces(backend, load, calls):
+    model, lengths = load(recipe="mixed", backend=backend), [300, 7, 140]
+    batch = padded(lengths)
+    found, logits, cache = outputs_of(model, **batch)
+    assert len(calls) == 3 * 3
+    for row, length in enumerate(lengths):
+        text, own, parts = ids(1, length, seed=length), DynamicCache(config=model.config), []
+        for piece in text.split(100, dim=1):
+            parts.append(states_of(model, piece, own)[0])
+        assert torch.equal(found[:, row, 300 - length :], torch.cat(parts, dim=2)[:, 0])
+        assert torch.equal(entries(cache)[:, :, row, :, 300 - length :], entries(own)[:, :, 0])
+    calls.clear()
+    for num_scored in (1, 45, 200):
+        assert torch.equal(answer(model, **batch, logits_to_keep=num_scored).logits, logits[:, -num_scored:])
     assert set(calls) == {1}
 
 
@@ -404,7 +423,7 @@ def other_mask():
         lambda model: {CACHE_NAME: StaticCache(config=model.config, max_cache_len=16)},
         lambda model: {"use_cache": False},
         lambda model: other_mask(),
-        lambda model: {"input_ids": ids(1, MOST_ROWS + 1)},
+        lambda model: {"input_ids": ids(1, MOST_KEYS + 1)},
         lambda model: {"input_ids": None, "inputs_embeds": model.model.embed_tokens(ids(1, 6))},
         lambda model: {"position_ids": torch.tensor([[5]]), CACHE_NAME: DynamicCache(config=model.config)},
         lambda model: {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},  # two texts in one row

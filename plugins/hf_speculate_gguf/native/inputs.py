@@ -24,6 +24,10 @@ from .step import TextRows
 LAYER_TYPES = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
+# Most entries of a text for which the kernel takes more rows than at once; for more, PyTorch's attention is faster.
+MOST_KEYS = 512
+
+
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of a decoder that the kernel knows."""
@@ -55,8 +59,10 @@ class Inputs:
         return found if is_plain and _served(found.ids) else None
 
     def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
-        """The rows of the forward; None if the kernel does not take these positions or masks."""
+        """The rows of the forward; None if the kernel does not take so many, or these positions or masks."""
         (batch_size, count), past = self.ids.shape, room.length
+        if count > MOST_ROWS and past + count > MOST_KEYS:
+            return None
         positions = torch.arange(past, past + count)[None] if self.positions is None else self.positions
         if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
             return None
@@ -117,7 +123,6 @@ def _served(ids: Any) -> bool:
         and ids.dim() == 2
         and ids.is_cpu
         and ids.dtype is torch.long
-        and 0 < ids.shape[1] <= MOST_ROWS
-        and len(ids) > 0
+        and ids.numel() > 0
         and not is_intercepted()
     )

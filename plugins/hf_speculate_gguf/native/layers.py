@@ -240,7 +240,7 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int, h
     kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:
         return None
-    most = num_rows * (num_queries + _MOST_RUNS)
+    most = num_rows * (min(num_queries, MOST_ROWS) + _MOST_RUNS)
     offsets, runs = torch.empty(num_rows + 1, dtype=torch.int32), torch.empty(most, 2, dtype=torch.int32)
     found = binding.library().find_runs(
         mask.data_ptr(),

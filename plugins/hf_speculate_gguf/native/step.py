@@ -108,22 +108,35 @@ class TextRows:
     sights: Sequence[Sight]
     num_scored: int
 
-    def parts(self, layers: NativeLayers) -> list[TextRows]:
-        """The rows in parts that the kernel takes at once."""
+    def parts(self, layers: NativeLayers) -> list[list[TextRows]]:
+        """The rows in parts that the kernel takes at once: some texts whole, or a text in pieces, in text order."""
         batch_size, num_queries = self.tokens.shape
-        step = max(MOST_ROWS // num_queries, 1)
-        if batch_size <= step:
-            return [self]
-        return [self._part(start, min(start + step, batch_size), layers) for start in range(0, batch_size, step)]
+        count = max(MOST_ROWS // num_queries, 1)  # texts at once
+        pieces = [slice(start, min(start + MOST_ROWS, num_queries)) for start in range(0, num_queries, MOST_ROWS)]
+        if batch_size <= count and len(pieces) == 1:
+            return [[self]]
+        texts = [slice(start, min(start + count, batch_size)) for start in range(0, batch_size, count)]
+        calls = [
+            layers.call([Entries(keys[rows], values[rows], origin) for keys, values, origin in self.buffers])
+            for rows in texts
+        ]
+        return [[self._part(rows, piece, call) for piece in pieces] for rows, call in zip(texts, calls, strict=True)]
 
-    def _part(self, start: int, stop: int, layers: NativeLayers) -> TextRows:
-        rows, num_queries = slice(start, stop), self.tokens.shape[1]
-        # Offsets count from the first run of the whole batch.
-        offsets = slice(start * num_queries, stop * num_queries + 1)
-        buffers = [Entries(keys[rows], values[rows], origin) for keys, values, origin in self.buffers]
-        sights = [sight and (sight[0][offsets], sight[1]) for sight in self.sights]
-        tokens, positions = self.tokens[rows], self.positions[rows]
-        return TextRows(tokens, positions, buffers, layers.call(buffers), self.num_keys, sights, self.num_scored)
+    def _part(self, texts: slice, piece: slice, call: CallStructure) -> TextRows:
+        num_queries = self.tokens.shape[1]
+        left = num_queries - piece.stop  # queries of the text after this piece
+        # Offsets count from the first run of the whole batch. A piece is one of a single text, or whole texts.
+        first = texts.start * num_queries
+        offsets = slice(first + piece.start, first + (texts.stop - texts.start - 1) * num_queries + piece.stop + 1)
+        return replace(
+            self,
+            tokens=self.tokens[texts, piece],
+            positions=self.positions[texts, piece],
+            call=call,
+            num_keys=self.num_keys - left,
+            sights=[sight and (sight[0][offsets], sight[1]) for sight in self.sights],
+            num_scored=min(max(self.num_scored - left, 0), piece.stop - piece.start),
+        )
 
 
 @dataclass(frozen=True)
@@ -136,12 +149,12 @@ class Scored:
     logits: Float[Tensor, "B S V"]
 
     @classmethod
-    def joined(cls, parts: Sequence[Scored]) -> Scored:
-        """The result of a batch from those of its parts."""
+    def joined(cls, parts: Sequence[Scored], dim: int) -> Scored:
+        """The result of texts (`dim` 0), or of a text's pieces (1), from those of its parts."""
         if len(parts) == 1:
             return parts[0]
-        normed, logits = (torch.cat([getattr(part, name) for part in parts]) for name in ("normed", "logits"))
-        return cls(torch.cat([part.states for part in parts], dim=1), normed, logits)
+        normed, logits = (torch.cat([getattr(part, name) for part in parts], dim) for name in ("normed", "logits"))
+        return cls(torch.cat([part.states for part in parts], dim + 1), normed, logits)
 
 
 class NativeStep:
@@ -186,15 +199,19 @@ class NativeStep:
         Returns:
             The outputs; None if a token has no embedding or a position no angle.
         """
-        found, parts = [], rows.parts(self.layers)
-        for part in parts:
-            scored = self._run(part, angles)
-            if scored is None:
-                return None
-            if len(parts) > 1 and not keeps_states:  # the states of a large batch take much memory
-                scored = replace(scored, states=scored.states.new_empty(0, 0))
-            found.append(scored)
-        return Scored.joined(found)
+        texts, parts = [], rows.parts(self.layers)
+        are_many = len(parts) * len(parts[0]) > 1
+        for pieces in parts:
+            found = []
+            for part in pieces:
+                scored = self._run(part, angles)
+                if scored is None:
+                    return None
+                if are_many and not keeps_states:  # the states of a large batch take much memory
+                    scored = replace(scored, states=scored.states.new_empty(0, 0, 0))
+                found.append(scored)
+            texts.append(Scored.joined(found, dim=1))
+        return Scored.joined(texts, dim=0)
 
     def _run(self, rows: TextRows, angles: Sequence[Angles]) -> Scored | None:
         size, dtype = rows.tokens.shape, self.layers.dtype
