@@ -56,13 +56,17 @@ class Inputs:
         if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
             return None  # positions may mean that several texts are in one row
         is_plain = is_plain and returns_dict is not False and not named.get("output_attentions")
-        return found if is_plain and _served(found.ids) else None
+        return found if is_plain and _served(found.ids) and found._is_short() else None
+
+    def _is_short(self) -> bool:
+        """Whether the kernel takes so many rows after so many entries."""
+        if (count := self.ids.shape[1]) <= MOST_ROWS:
+            return True
+        return count + (0 if self.cache is None else self.cache.get_seq_length()) <= MOST_KEYS
 
     def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
-        """The rows of the forward; None if the kernel does not take so many, or these positions or masks."""
+        """The rows of the forward; None if the kernel does not take these positions or masks."""
         (batch_size, count), past = self.ids.shape, room.length
-        if count > MOST_ROWS and past + count > MOST_KEYS:
-            return None
         positions = torch.arange(past, past + count)[None] if self.positions is None else self.positions
         if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
             return None

@@ -137,8 +137,8 @@ class Source:
 
             return read_tensors(self.gguf, names)
         found: dict[str, Tensor] = {}
-        for path in self.paths():
-            found |= read_named(path, names)
+        for path, held in self.paths().items():  # other files may have tensors of the same names
+            found |= read_named(path, [name for name in held if name in names])
         return found, {}
 
     def _is_wanted(self, name: str, layer: int) -> bool:

@@ -257,7 +257,7 @@ template <class T> class Layers {
  public:
   explicit Layers(const Call& call)
       : call(call), layer(*call.layers[0]),
-        rows(filled_rows(call.batch_size * call.num_queries, call.rounds ? 1 : sizeof(Factor<T>))),
+        rows(filled_rows<T>(call.batch_size * call.num_queries, call.rounds)),
         q_size(layer.heads * layer.head_dim), widest(larger(layer.hidden * (1 + layer.joins), q_size)),
         num_products(rows * larger(larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner), layer.hidden)),
         per_thread(Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats())) {}

@@ -259,7 +259,7 @@ template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* 
   Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
   for (int64_t m = 0; m < count; m += CHUNK) {
     const int64_t now = count - m < CHUNK ? count - m : CHUNK;
-    in.set_rows(filled_rows(now, rounds ? 1 : sizeof(Factor<T>)));
+    in.set_rows(filled_rows<T>(now, rounds));
     Team::run(threads, [&](Team& team, int) {
       multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
                Output<T>{y + m * w.out_features, now, w.out_features});

@@ -127,7 +127,7 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
 // Returns 1: done; 0: scores are not finite, or too few; -1: out of memory.
 template <class T> int rank(const Ranking& call) {
   const Matrix& w = call.output;
-  const int64_t count = call.batch_size * call.num_nodes, rows = filled_rows(count, call.rounds ? 1 : sizeof(Factor<T>));
+  const int64_t count = call.batch_size * call.num_nodes, rows = filled_rows<T>(count, call.rounds);
   const int64_t tiles = (call.num_columns + LANES - 1) / LANES, width = tiles * LANES;
   if (!scratch.reserve(Arranged<T>::bytes(rows, w.in_features, call.rounds) +
                        Scratch::rounded(sizeof(float) * count * width) +

@@ -78,7 +78,7 @@ template <class T> class StepRun {
 
   void score(Team& team) const {
     Arranged<T> in = layers.inputs();
-    in.set_rows(filled_rows(scored, s.layers.rounds ? 1 : sizeof(Factor<T>)));
+    in.set_rows(filled_rows<T>(scored, s.layers.rounds));
     const int64_t queries = s.layers.num_queries, first = queries - s.num_scored;
     multiply(team, s.output, in, [&](int64_t i) { return normed(i / s.num_scored * queries + first + i % s.num_scored); },
              Output<T>{(T*)s.logits, scored, s.output.out_features});

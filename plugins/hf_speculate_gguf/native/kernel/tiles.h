@@ -16,9 +16,10 @@ inline bool has_amx() {
 constexpr bool has_amx() { return false; }
 #endif
 
-// Number of rows to multiply for `count`, in bytes, bfloat16 or float32 (by their size). AMX multiplies more than sixteen
-// in blocks of sixteen. Elsewhere an odd number is filled: one row more takes less than another pass.
-inline int64_t filled_rows(int64_t count, int size) {
+// Number of rows of type T to multiply for `count`, rounded to bytes or not. AMX multiplies more than sixteen in blocks of
+// sixteen. Elsewhere an odd number of bytes or bfloat16 is filled: one row more takes less than another pass.
+template <class T> int64_t filled_rows(int64_t count, bool rounds) {
+  const int size = rounds ? 1 : sizeof(Factor<T>);
   if (size == 2 && has_amx()) return count > LANES ? (count + LANES - 1) / LANES * LANES : count;
   return size < 4 && count % 8 > (size == 1 ? 2 : 4) ? count + count % 2 : count;
 }
