@@ -27,10 +27,9 @@ pytestmark = [
 # What `Library` looks for, and an answer that tells one kernel from another.
 STAND_IN = """
 extern "C" {{
-int hfs_bf16() {{ return {answer}; }}
 bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
-int hfs_kind(const char *) {{ return 0; }}  int hfs_step() {{ return 0; }}
+int hfs_kind(const char *) {{ return {answer}; }}  int hfs_step() {{ return 0; }}
 int hfs_draft() {{ return 0; }}  int hfs_team_size() {{ return 1; }}
 bool hfs_delta() {{ return true; }}  bool hfs_attend() {{ return true; }}
 long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_runs() {{ return 0; }}
@@ -101,7 +100,7 @@ def test_one_compilation_serves_many_processes(user):
     assert len(user.compilations) == 1
     before = kept.stat().st_mtime_ns
     assert user.starts_process() == ""
-    assert native.library().bf16 == 42
+    assert native.library().kinds["F32"] == 42
     assert not user.compilations
     assert not user.warnings
     assert kept.stat().st_mtime_ns == before
@@ -124,7 +123,7 @@ def test_a_damaged_kernel_is_made_anew(user, damage):
     kept = user.has_compiled()
     replace(kept, DAMAGES[damage](kept.read_bytes()))
     assert user.starts_process() == ""
-    assert native.library().bf16 == 42
+    assert native.library().kinds["F32"] == 42
     assert len(user.compilations) == 1
     assert user.starts_process() == ""
     assert not user.compilations, "it was repaired"
@@ -144,7 +143,7 @@ def test_a_kernel_under_the_name_of_another_is_not_loaded(user):
     (other,) = set(user.folder.iterdir()) - {kept}
     replace(other, kept.read_bytes())
     assert user.starts_process() == ""
-    assert native.library().bf16 == 7
+    assert native.library().kinds["F32"] == 7
 
 
 def belongs_to_another(folder, patch):
@@ -190,7 +189,7 @@ def test_a_cache_that_cannot_be_written_is_reported_once(user, tmp_path, place):
     user.monkeypatch.setenv("XDG_CACHE_HOME", place)
     for _ in range(2):
         assert user.starts_process() == ""
-        assert native.library().bf16 == 42
+        assert native.library().kinds["F32"] == 42
         assert len(user.compilations) == 1
         assert len(user.warnings) == 1
         assert place in user.warnings[0]
@@ -224,7 +223,7 @@ def test_a_full_disk_leaves_nothing(user):
 
     user.monkeypatch.setattr(os, "replace", full)
     assert user.starts_process() == ""
-    assert native.library().bf16 == 42
+    assert native.library().kinds["F32"] == 42
     assert list(user.folder.iterdir()) == []
     assert "No space left on device" in user.warnings[0]
 
@@ -232,7 +231,7 @@ def test_a_full_disk_leaves_nothing(user):
 def test_processes_that_compile_at_the_same_time(user):
     barrier, compile_source, found = threading.Barrier(3), native.compile_source, []
     user.monkeypatch.setattr(native, "compile_source", lambda *given: (barrier.wait(60), compile_source(*given)))
-    threads = [threading.Thread(target=lambda: found.append(native.build().bf16)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(native.build().kinds["F32"])) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -287,5 +286,5 @@ class TestCompilers:
         user.has_compiled()
         user.monkeypatch.setenv("PATH", "/nowhere")
         assert user.starts_process() == ""
-        assert native.library().bf16 == 42
+        assert native.library().kinds["F32"] == 42
         assert not user.warnings

@@ -39,9 +39,6 @@ SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
 # Number of rows that are packed together, and of columns that are multiplied at a time.
 TILE_ROWS, TILE_COLUMNS = 16, 32
 
-# Value of `Library.bf16` on CPUs with AMX.
-AMX = 2
-
 # The kernel's names for matrices that are not packed.
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -58,7 +55,6 @@ class Library:
 
     Attributes:
         kinds: number of each block type and dense type in the kernel.
-        bf16: instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for AVX512_BF16, 2 for AMX.
         multiplies_bytes: whether the CPU has instructions that multiply bytes.
 
     Raises:
@@ -73,7 +69,6 @@ class Library:
             ("hfs_has_threads", flag, ()),
             ("hfs_team_size", integer, (integer,)),
             ("hfs_set_threads", None, (integer, integer)),
-            ("hfs_bf16", integer, ()),
             ("hfs_bytes", flag, ()),
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_large_pages", None, (pointer, size)),
@@ -100,7 +95,6 @@ class Library:
         self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
-        self.bf16: int = functions.hfs_bf16()
         self.multiplies_bytes: bool = functions.hfs_bytes()
         self.has_threads: bool = functions.hfs_has_threads()
 

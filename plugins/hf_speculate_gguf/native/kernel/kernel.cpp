@@ -40,15 +40,6 @@ void hfs_set_threads(int count, int given) {
   if (omp_set_num_threads) omp_set_num_threads(count), lowered = given - count;
 }
 
-// Instructions that multiply bfloat16: 0 for float32 arithmetic, 1 for vdpbf16ps, 2 for AMX.
-int hfs_bf16() {
-#if HAS_BF16
-  return has_amx() ? 2 : 1;
-#else
-  return 0;
-#endif
-}
-
 // Whether the CPU has instructions that multiply bytes.
 bool hfs_bytes() {
 #if HAS_AVX512 || HAS_AVX2
