@@ -107,12 +107,10 @@ class AdaptiveSession(PolicySession):
         self._surcharge = 0.0
         self._situation = Situation((), 0, 0)
         self._deepening: WhilePaying | None = None
-        self._plain = costs.plain()  # seconds of a round without a draft, at this context length
 
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored)
         self._situation, self._deepening = situation, None
-        self._plain = self._costs.plain(situation.context)
         # Measure plain decoding first: without it nothing can be compared.
         if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
@@ -163,7 +161,6 @@ class AdaptiveSession(PolicySession):
         if self._deepening is None:
             costs.record_idle(round.seconds.drafting, context)
             seconds += costs.idle(context)
-        self._plain = costs.plain(context)
         charged = quiet = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
@@ -252,6 +249,11 @@ class AdaptiveSession(PolicySession):
         self._costs = self._costs_by_size[num_rows]
 
     @property
+    def _plain(self) -> float:
+        """Seconds of a round without a draft."""
+        return self._costs.plain(self._situation.context)
+
+    @property
     def _seconds_of_token(self) -> float:
         """The value of one token in seconds: the recent time per token, capped by the time plain decoding takes."""
         known = self.known
@@ -272,11 +274,12 @@ class AdaptiveSession(PolicySession):
 
         `depth` is the number of levels that were drafted.
         """
-        root_alone, *seconds = self._costs.verifying_upto(len(probabilities), self._situation.context)
-        per_second, worth, best, best_worth = 1 / self._seconds_of_token, 0.0, 0, 0.0
-        for count, (probability, taken) in enumerate(zip(probabilities, seconds, strict=True), start=1):
+        seconds, context = self._costs.verifying, self._situation.context
+        per_second, root_alone = 1 / self._seconds_of_token, seconds(0, context)
+        worth, best, best_worth = 0.0, 0, 0.0
+        for count, probability in enumerate(probabilities, start=1):
             worth += probability
-            net = worth - (taken - root_alone) * per_second
+            net = worth - (seconds(count, context) - root_alone) * per_second
             if net > best_worth:
                 best, best_worth = count, net
         return _largest(best, lambda count: self._can_pay(depth, count))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..drafting import rising
@@ -125,7 +125,7 @@ class _Table:
         trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
         self.largest = max(self.largest, 1 << _class_of(round(trusted[-1].size)))
         known = self._fitted(trusted)
-        if len(trusted) < len(observed):
+        if len(trusted) < len(observed):  # the others count as far as these let expect
             known = self._fitted([each.against(interpolate(*known, each.size)) for each in observed])
         self._known = known
         self._seconds = {}
@@ -220,11 +220,6 @@ class Timings:
         """Estimated seconds; relative ones before the first observation."""
         return self._slowness * self._table(context).at(size)
 
-    def at_each(self, sizes: Iterable[float], context: int = 0) -> list[float]:
-        """`at` for each size."""
-        table, slowness = self._table(context), self._slowness
-        return [slowness * table.at(size) for size in sizes]
-
     def at_most(self, size: int, dear: float, context: int = 0, steps: Sequence[int] = ()) -> float:
         """Upper estimate of the seconds that `size` takes: `dear` seconds for each unit beyond the largest known size.
 
@@ -280,10 +275,6 @@ class RoundCosts:
     def width(self, num_nodes: int) -> int:
         """Number of nodes that a round with `num_nodes` draft nodes runs."""
         return next((width for width in self.widths if width > num_nodes), num_nodes + 1)
-
-    def verifying_upto(self, num_nodes: int, context: int = 0) -> list[float]:
-        """`verifying` for 0 to `num_nodes` draft nodes."""
-        return self.rounds.at_each(map(self.width, range(num_nodes + 1)), context)
 
     def idle(self, context: int = 0) -> float:
         """Seconds that the drafting phase of a round takes where nothing is drafted."""

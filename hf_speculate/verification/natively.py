@@ -78,7 +78,7 @@ def argmax(scores: Float[Tensor, "R V"]) -> list[int]:
     is_known = scores.is_cpu and scores.dtype in (torch.bfloat16, torch.float32) and scores.stride(-1) == 1
     if not _argmax or not is_known or not scores.shape[1]:
         return scores.float().argmax(-1).tolist()
-    return [_argmax[0](scores[row]) for row in range(len(scores))]  # iterating over a tensor takes longer
+    return [_argmax[0](row) for row in scores]
 
 
 def most_probable(scores: Float[Tensor, "R N V"], count: int) -> Probable:

@@ -75,12 +75,9 @@ class Inputs:
         sights = self._sights(config, cache, room, positions, past)
         if sights is None:
             return None
-        if len(positions) < batch_size:
-            positions = positions.expand(batch_size, -1)
+        positions = positions.expand(batch_size, -1).contiguous()
         num_scored = count if num_scored is None else min(num_scored, count)
-        return TextRows(
-            self.ids.contiguous(), positions.contiguous(), room.buffers, room.call, past + count, sights, num_scored
-        )
+        return TextRows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sights, num_scored)
 
     def _sights(self, config: Any, cache: Cache, room: Room, positions: Tensor, past: int) -> Sequence[Sight] | None:
         """The entries that queries see, for each type of layer; None if the kernel does not take the masks."""

@@ -149,8 +149,8 @@ def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: in
     batch_rows, heads, rows, columns = mask.shape
     is_folded = rows > num_queries and rows % num_queries == 0
     is_long = columns == num_keys - hidden or (is_folded and columns == 0 and not hidden)
-    if is_folded and not columns and num_queries == 1:  # `TreeAttention.without_mask`
-        return True, None
     if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
         return False, None
+    if num_queries == 1 and not columns:  # `TreeAttention.without_mask`
+        return True, None
     return False, find_sight(mask, batch_size, num_queries, num_keys, hides_first=hidden > 0)
