@@ -6,11 +6,16 @@
 #pragma once
 
 #include "dense.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int ATTENTION_ROWS = 32;  // most rows of a block: queries times heads that share keys
+constexpr int ATTENTION_ROWS = 64;  // most rows of a block: queries times heads that share keys
 constexpr int MOST_GROUPS = 128;
+constexpr int KEYS = HAS_AVX512 ? 2 * LANES : LANES;  // scored together
+constexpr int AHEAD = 2 * LANES;  // entries to prefetch ahead
+
+inline int64_t whole_tiles(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
 
 template <class T> struct Attention {
   const T* queries;  // [row, head, column], rotated
@@ -20,17 +25,25 @@ template <class T> struct Attention {
   // Offset of each query's runs [first entry, end); null: a query sees the last `window` entries up to its own, or all
   // of them if `window` is 0.
   const int32_t *offsets, *runs;
-  int64_t window;
+  int64_t window, threads;
   Inputs<T> out;
 
   int64_t groups() const { return heads / kv_heads; }
-  int64_t block() const { return groups() < ATTENTION_ROWS ? ATTENTION_ROWS / groups() : 1; }
-  int64_t blocks() const { return (num_queries + block() - 1) / block(); }
+  // Blocks are as large as they may be, unless few of them would be shared unevenly.
+  int64_t blocks() const {
+    const int64_t most = groups() < ATTENTION_ROWS ? ATTENTION_ROWS / groups() : 1, each = batch_size * kv_heads;
+    int64_t count = (num_queries + most - 1) / most;
+    while (count < num_queries && each * count < 4 * threads && each * count % threads) count++;
+    return count;
+  }
+  int64_t block() const { return (num_queries + blocks() - 1) / blocks(); }
   int64_t items() const { return batch_size * kv_heads * blocks(); }
-  // A row of scores begins at any entry, and is written by sixteen.
-  int64_t stride() const { return (num_keys + 2 * LANES - 1) / LANES * LANES; }
-  // Floats for transposed keys, for queries widened to float32, and for scores.
-  int64_t scratch_floats() const { return head_dim * LANES + block() * groups() * (head_dim + stride()) + stride(); }
+  // A row of scores begins at any entry, and is written by KEYS.
+  int64_t stride() const { return (num_keys + KEYS + LANES - 1) / LANES * LANES; }
+  // Floats for transposed keys, and for queries and scores of whole tiles of rows.
+  int64_t scratch_floats() const {
+    return head_dim * KEYS + whole_tiles(block() * groups()) * (head_dim + stride()) + stride();
+  }
 };
 
 struct Run {
@@ -57,27 +70,34 @@ template <class T> struct Sight {
 template <class T> void turn_keys(const T* keys, int64_t count, int64_t head_dim, float* to) {
   const int64_t bytes = head_dim * sizeof(T);
   for (int64_t at = 0; at < bytes; at += 64) {
-    Words v[LANES] = {};
+    Words v[LANES];
     const uint8_t* from = (const uint8_t*)keys + at;
-    if (count == LANES && bytes - at >= 64) {
+    if (count >= LANES && bytes - at >= 64) {
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) v[i] = load<Words>(from + i * bytes);
+      for (int i = 0; i < LANES; i++) {
+        v[i] = load<Words>(from + i * bytes);
+        __builtin_prefetch(from + (i + AHEAD) * bytes, 0, 3);
+      }
     } else {
-      for (int64_t i = 0; i < count; i++) memcpy(&v[i], from + i * bytes, bytes - at < 64 ? bytes - at : 64);
+      for (int64_t i = 0; i < LANES; i++) {
+        v[i] = Words{};
+        if (i < count) memcpy(&v[i], from + i * bytes, bytes - at < 64 ? bytes - at : 64);
+      }
     }
     transpose(v);
-    memcpy(to + at / 4 * LANES, v, (bytes - at < 64 ? bytes - at : 64) * LANES);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+      if (at + 4 * i < bytes) store(to + (at / 4 + i) * LANES, v[i]);
   }
 }
 
-// A query in the form for products; `to` has room for its columns in float32.
-inline const float* widened_query(const float* query, int64_t, float*) { return query; }
-inline const Factor<uint16_t>* widened_query(const uint16_t* query, int64_t head_dim, float* to) {
+// Writes a query in the form for products.
+inline void put_query(const float* query, int64_t head_dim, float* to) { memcpy(to, query, head_dim * sizeof(float)); }
+inline void put_query(const uint16_t* query, int64_t head_dim, Factor<uint16_t>* to) {
 #if HAS_BF16
-  return query;
+  memcpy(to, query, head_dim * sizeof(uint16_t));
 #else
   for (int64_t i = 0; i < head_dim; i += LANES) store(to + i, widen(query + i));
-  return to;
 #endif
 }
 
@@ -97,20 +117,77 @@ INLINE WideFloats multiply_add(const WideFloats& sum, const WideFloats& keys, co
 
 // Number of rows whose sums are in registers together, and of vectors of each. A vector has sixteen columns or more,
 // because so many are written at once.
-constexpr int SCORED_ROWS = HAS_AVX512 ? 8 : 4, MIXED_ROWS = 4, MIXED_VECTORS = HAS_AVX512 ? 4 : PARTS;
+constexpr int SCORED_ROWS = HAS_AVX512 ? 8 : 4, MIXED_ROWS = HAS_AVX512 ? 7 : 4, MIXED_VECTORS = HAS_AVX512 ? 4 : PARTS;
 
-// Scores of sixteen keys by ROWS queries, summed in the order of the columns.
-template <int ROWS, class T>
-void score(const float* turned, const Factor<T>* const* queries, int64_t steps, float* const* scores, int64_t at) {
-  WideFloats sums[ROWS][PARTS] = {};
+// Queries [row, column] of a block, and their scores [row, stride].
+template <class T> struct Block {
+  Factor<T>* queries;
+  float* scores;
+  int64_t rows, head_dim, stride;
+};
+
+// Scores of KEYS keys by ROWS queries from row r on, summed in the order of the columns.
+template <int ROWS, class T> void score(const float* turned, const Block<T>& block, int64_t r, int64_t key) {
+  const Factor<T>* const queries = block.queries + r * block.head_dim;
+  const int64_t steps = block.head_dim / STEP<T>;
+  WideFloats sums[ROWS][KEYS / WIDE] = {};
   for (int64_t i = 0; i < steps; i++)
 #pragma GCC unroll 4
-    for (int part = 0; part < PARTS; part++) {
-      const WideFloats keys = load<WideFloats>(turned + i * LANES + part * WIDE);
+    for (int part = 0; part < KEYS / WIDE; part++) {
+      const WideFloats keys = load<WideFloats>(turned + (part * WIDE / LANES * steps + i) * LANES + part * WIDE % LANES);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) sums[r][part] = multiply_add(sums[r][part], keys, queries[r], i, T());
+      for (int q = 0; q < ROWS; q++)
+        sums[q][part] = multiply_add(sums[q][part], keys, queries + q * block.head_dim, i, T());
     }
-  for (int r = 0; r < ROWS; r++) memcpy(scores[r] + at, sums[r], sizeof sums[r]);
+  for (int q = 0; q < ROWS; q++) memcpy(block.scores + (r + q) * block.stride + key, sums[q], sizeof sums[q]);
+}
+
+template <int ROWS, class T> void score_rest(const float* turned, const Block<T>& block, int64_t r, int64_t key) {
+  for (; r + ROWS <= block.rows; r += ROWS) score<ROWS>(turned, block, r, key);
+  if constexpr (ROWS > 1)
+    if (r < block.rows) score_rest<ROWS / 2>(turned, block, r, key);
+}
+
+#if HAS_AMX
+// The same by AMX, sixteen rows at a time, for any number of queries, as it sums in another order. Rows that fill up a
+// tile get any scores.
+inline void score_tiles(const float* turned, const Block<uint16_t>& block, int tile_rows, int64_t key) {
+  for (int64_t r = 0; r < block.rows; r += tile_rows)
+    for (int64_t k = 0; k < KEYS; k += LANES) {
+      _tile_zero(0);
+      for (int64_t column = 0; column < block.head_dim; column += COLUMNS) {
+        _tile_loadd(2, block.queries + r * block.head_dim + column, block.head_dim * 2);
+        _tile_loadd(4, turned + (k * block.head_dim + column * LANES) / 2, 64);
+        _tile_dpbf16ps(0, 2, 4);
+      }
+      _tile_stored(0, block.scores + r * block.stride + key + k, block.stride * 4);
+    }
+}
+#endif
+
+// Scores of the keys from entry `key` to `end`. `turned` has room for KEYS keys.
+template <class T> void score_all(const T* keys, int64_t key, int64_t end, const Block<T>& block, float* turned) {
+  const int64_t half = block.head_dim / STEP<T> * LANES;
+#if HAS_AMX
+  const bool amx = sizeof(T) == 2 && block.head_dim % COLUMNS == 0 && has_amx();
+  const int tile_rows = block.rows < LANES ? block.rows : LANES;
+  if (amx) configure(tile_rows, 2 * COLUMNS);
+#endif
+  for (; key < end; key += KEYS) {
+    for (int64_t k = 0; k < KEYS; k += LANES)
+      turn_keys(keys + (key + k) * block.head_dim, end - key - k, block.head_dim, turned + k / LANES * half);
+#if HAS_AMX
+    if constexpr (sizeof(T) == 2)
+      if (amx) {
+        score_tiles(turned, block, tile_rows, key);
+        continue;
+      }
+#endif
+    score_rest<SCORED_ROWS>(turned, block, 0, key);
+  }
+#if HAS_AMX
+  if (amx) _tile_release();
+#endif
 }
 
 // Turns the scores of the entries that a query sees into weights and moves them to the front. Returns their sum.
@@ -141,21 +218,24 @@ template <class T> float weigh(const Sight<T>& sight, float* scores, int64_t* nu
 
 // Adds the values of `count` neighbouring entries, VECTORS vectors of each, with the weights of ROWS rows.
 template <int ROWS, int VECTORS, class T>
-INLINE void add_values(const T* values, int64_t head_dim, int64_t count, const float* const* weights, int64_t at,
+INLINE void add_values(const T* values, int64_t head_dim, int64_t count, const float* weights, int64_t stride,
                        WideFloats sums[][VECTORS]) {
   WideFloats total[ROWS][VECTORS];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) total[r][v] = sums[r][v];
-  for (int64_t i = 0; i < count; i++)
+  for (int64_t i = 0; i < count; i++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS * WIDE; v += 64 / sizeof(T)) __builtin_prefetch(values + (i + AHEAD) * head_dim + v, 0, 3);
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
       const WideFloats value = widen_part(values + i * head_dim + v * WIDE);
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) total[r][v] += value * weights[r][at + i];
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) total[r][v] += value * weights[r * stride + i];
     }
-#pragma GCC unroll 4
+  }
+#pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) sums[r][v] = total[r][v];
@@ -171,8 +251,9 @@ template <class T> struct Row {
 // Computes VECTORS vectors of columns of the outputs of ROWS rows. Their common first entries are read once for all
 // rows.
 template <int ROWS, int VECTORS, class T>
-void mix(const Attention<T>& a, const T* values, const Row<T>* rows, float* const* weights, int64_t column) {
+void mix(const Attention<T>& a, const T* values, const Row<T>* rows, const float* weights, int64_t column) {
   constexpr int COUNT = VECTORS * WIDE;
+  const int64_t stride = a.stride();
   WideFloats sums[ROWS][VECTORS] = {};
   int64_t first = 0, common = rows[0].seen ? INT64_MAX : 0;
   for (int r = 0; r < ROWS && common; r++) {
@@ -181,14 +262,14 @@ void mix(const Attention<T>& a, const T* values, const Row<T>* rows, float* cons
     if (run.first != first) common = 0;
     else if (run.end - first < common) common = run.end - first;
   }
-  add_values<ROWS, VECTORS>(values + first * a.head_dim + column, a.head_dim, common, weights, 0, sums);
+  add_values<ROWS, VECTORS>(values + first * a.head_dim + column, a.head_dim, common, weights, stride, sums);
   for (int r = 0; r < ROWS; r++) {
     int64_t at = 0;
     for (int64_t i = 0; i < rows[r].sight.count(); i++) {
       const Run run = rows[r].sight.run(i);
       const int64_t done = i ? 0 : common, count = run.end - run.first - done;
-      add_values<1, VECTORS>(values + (run.first + done) * a.head_dim + column, a.head_dim, count, weights + r, at + done,
-                             sums + r);
+      add_values<1, VECTORS>(values + (run.first + done) * a.head_dim + column, a.head_dim, count,
+                             weights + r * stride + at + done, stride, sums + r);
       at += run.end - run.first;
     }
     alignas(64) float mixed[COUNT];
@@ -201,47 +282,42 @@ void mix(const Attention<T>& a, const T* values, const Row<T>* rows, float* cons
 }
 
 template <int VECTORS, class T>
-void mix_columns(const Attention<T>& a, const T* values, const Row<T>* rows, float* const* weights, int64_t num_rows,
-                 int64_t column) {
+void mix_columns(const Attention<T>& a, const T* values, const Row<T>* rows, const Block<T>& block, int64_t column) {
   for (; column + VECTORS * WIDE <= a.head_dim; column += VECTORS * WIDE) {
+    const float* weights = block.scores;
     int64_t r = 0;
-    for (; r + MIXED_ROWS <= num_rows; r += MIXED_ROWS) mix<MIXED_ROWS, VECTORS>(a, values, rows + r, weights + r, column);
-    for (; r < num_rows; r++) mix<1, VECTORS>(a, values, rows + r, weights + r, column);
+    for (; r + MIXED_ROWS <= block.rows; r += MIXED_ROWS)
+      mix<MIXED_ROWS, VECTORS>(a, values, rows + r, weights + r * block.stride, column);
+    for (; r + 3 <= block.rows; r += 3) mix<3, VECTORS>(a, values, rows + r, weights + r * block.stride, column);
+    for (; r < block.rows; r++) mix<1, VECTORS>(a, values, rows + r, weights + r * block.stride, column);
   }
   if constexpr (VECTORS * WIDE > LANES)
-    if (column < a.head_dim) mix_columns<VECTORS / 2>(a, values, rows, weights, num_rows, column);
+    if (column < a.head_dim) mix_columns<VECTORS / 2>(a, values, rows, block, column);
 }
 
 // Computes a block of queries with the heads that share keys; `scratch` has `scratch_floats`.
 template <class T> void attend(const Attention<T>& a, int64_t item, float* scratch) {
-  const int64_t block = item % a.blocks(), kv_head = item / a.blocks() % a.kv_heads, b = item / a.blocks() / a.kv_heads;
-  const int64_t first = block * a.block(), groups = a.groups(), stride = a.stride();
+  const int64_t number = item % a.blocks(), kv_head = item / a.blocks() % a.kv_heads, b = item / a.blocks() / a.kv_heads;
+  const int64_t first = number * a.block(), groups = a.groups();
   const int64_t queries = a.num_queries - first < a.block() ? a.num_queries - first : a.block();
-  const int64_t at = b * a.batch_stride + kv_head * a.head_stride, num_rows = queries * groups;
+  const int64_t at = b * a.batch_stride + kv_head * a.head_stride;
+  float* const memory = scratch + a.head_dim * KEYS;
+  const Block<T> block = {(Factor<T>*)memory, memory + whole_tiles(queries * groups) * a.head_dim, queries * groups, a.head_dim,
+                          a.stride()};
   Row<T> rows[MOST_GROUPS];
-  const Factor<T>* vectors[MOST_GROUPS];
-  float *scores[MOST_GROUPS], *widened = scratch + a.head_dim * LANES, *first_scores = widened + num_rows * a.head_dim;
-  int64_t begin = a.num_keys, end = 0;
-  for (int64_t r = 0; r < num_rows; r++) {
+  int64_t begin = a.num_keys, end = 0;  // entries before a window may not exist any more
+  for (int64_t r = 0; r < block.rows; r++) {
     const int64_t query = first + r % queries, row = b * a.num_queries + query, head = kv_head * groups + r / queries;
     rows[r] = {{&a, query, row}, head, 0, 1};
-    vectors[r] = widened_query(a.queries + (row * a.heads + head) * a.head_dim, a.head_dim, widened + r * a.head_dim);
-    scores[r] = first_scores + r * stride;
+    put_query(a.queries + (row * a.heads + head) * a.head_dim, a.head_dim, block.queries + r * a.head_dim);
     for (int64_t i = 0; i < rows[r].sight.count(); i++) {
       const Run run = rows[r].sight.run(i);
       begin = run.first < begin ? run.first : begin, end = run.end > end ? run.end : end;
     }
   }
-  for (int64_t key = begin; key < end; key += LANES) {  // entries before a window may not exist any more
-    turn_keys(a.keys + at + key * a.head_dim, end - key < LANES ? end - key : LANES, a.head_dim, scratch);
-    const int64_t steps = a.head_dim / STEP<T>;
-    int64_t r = 0;
-    for (; r + SCORED_ROWS <= num_rows; r += SCORED_ROWS) score<SCORED_ROWS, T>(scratch, vectors + r, steps, scores + r, key);
-    for (; r + 2 <= num_rows; r += 2) score<2, T>(scratch, vectors + r, steps, scores + r, key);
-    for (; r < num_rows; r++) score<1, T>(scratch, vectors + r, steps, scores + r, key);
-  }
-  for (int64_t r = 0; r < num_rows; r++) rows[r].sum = weigh(rows[r].sight, scores[r], &rows[r].seen);
-  mix_columns<MIXED_VECTORS>(a, a.values + at, rows, scores, num_rows, 0);
+  score_all(a.keys + at, begin, end, block, scratch);
+  for (int64_t r = 0; r < block.rows; r++) rows[r].sum = weigh(rows[r].sight, block.scores + r * block.stride, &rows[r].seen);
+  mix_columns<MIXED_VECTORS>(a, a.values + at, rows, block, 0);
 }
 
 }  // namespace

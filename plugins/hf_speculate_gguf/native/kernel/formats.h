@@ -315,34 +315,37 @@ struct Stretch {
 // Number of tiles that are multiplied together with rows X.
 template <class X> constexpr int TILES = 1;
 
-constexpr int AHEAD = 12288;  // bytes of weights to prefetch ahead; the hardware of some CPUs does not prefetch across a page
-
-// Prefetches what comes AHEAD bytes after the tiles of a stretch, a cell's share of each tile at a time, into all
-// caches. Intel's CPUs hold back their hardware prefetch, to a third of its speed, if software prefetches past the
-// caches.
+// Prefetches the cells that come some 12 KB after those of a stretch, each of a tile's planes by itself, into all caches.
+// The hardware of some CPUs does not prefetch across a page; Intel's is held back, to a third of its speed, by software
+// that prefetches past the caches.
 template <class F, int COUNT> class Ahead {
-  static constexpr int64_t BYTES = F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS + (F::SUPER_FACTORS + SUPER_CELLS - 1) / SUPER_CELLS;
+  static constexpr int64_t CELLS = 12288 / COUNT / (F::LOW_BYTES + F::HIGH_BYTES + F::CELL_FACTORS);
 
  public:
-  INLINE Ahead(const Stretch& tiles) : at(tiles.first), in_tile(0), tile_bytes(tiles.tile_bytes) { advance(AHEAD / COUNT); }
+  INLINE Ahead(const Stretch& tiles) : tile(tiles.first), tile_bytes(tiles.tile_bytes), cells(tiles.cells), cell(CELLS) {
+    for (; cell >= cells; cell -= cells) tile += COUNT * tile_bytes;
+  }
 
   INLINE void prefetch() {
 #pragma GCC unroll 2
-    for (int t = 0; t < COUNT; t++)
-#pragma GCC unroll 16
-      for (int64_t b = 0; b < BYTES; b += 64) __builtin_prefetch(at + t * tile_bytes + b, 0, 3);
-    advance(BYTES);
+    for (int t = 0; t < COUNT; t++) {
+      const uint8_t* at = tile + t * tile_bytes;
+      lines<F::LOW_BYTES>(at + cell * F::LOW_BYTES);
+      lines<F::HIGH_BYTES>(at + F::high_at(cells) + cell * F::HIGH_BYTES);
+      lines<F::CELL_FACTORS>(at + F::factors_at(cells) + cell * F::CELL_FACTORS);
+      lines<F::SUPER_FACTORS>(at + F::super_at(cells) + cell / SUPER_CELLS * F::SUPER_FACTORS);
+    }
+    if (++cell == cells) cell = 0, tile += COUNT * tile_bytes;
   }
 
  private:
-  // At the end of a stretch's first tile its other tiles are skipped.
-  INLINE void advance(int64_t bytes) {
-    at += bytes, in_tile += bytes;
-    for (; COUNT > 1 && in_tile >= tile_bytes; in_tile -= tile_bytes) at += (COUNT - 1) * tile_bytes;
+  template <int64_t SIZE> static INLINE void lines(const uint8_t* at) {
+#pragma GCC unroll 16
+    for (int64_t b = 0; b < SIZE; b += 64) __builtin_prefetch(at + b, 0, 3);
   }
 
-  const uint8_t* at;
-  int64_t in_tile, tile_bytes;  // in_tile: bytes from the beginning of its tile
+  const uint8_t* tile;
+  int64_t tile_bytes, cells, cell;
 };
 
 }  // namespace

@@ -69,7 +69,7 @@ template <class T> class LayerRun {
   Attention<T> attention() const {
     return {queries, keys, values, batch_stride, head_stride, call.batch_size, call.num_queries, call.num_keys,
             layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets[layer.type],
-            call.runs[layer.type], call.windows[layer.type], in.places()};
+            call.runs[layer.type], call.windows[layer.type], call.threads, in.places()};
   }
 
   void work(Team& team, float* own) {
@@ -242,7 +242,7 @@ struct AttentionCall {
 template <class T> bool attend_all(const AttentionCall& c) {
   const Attention<T> a{(const T*)c.queries, (const T*)c.keys, (const T*)c.values, c.batch_stride, c.head_stride,
                        c.batch_size, c.num_queries, c.num_keys, c.heads, c.kv_heads, c.head_dim, (float)c.scale,
-                       c.offsets, c.runs, 0, {(T*)c.y, nullptr, c.batch_size * c.num_queries}};
+                       c.offsets, c.runs, 0, c.threads, {(T*)c.y, nullptr, c.batch_size * c.num_queries}};
   const int64_t per_thread = Scratch::rounded(sizeof(float) * a.scratch_floats());
   if (!scratch.reserve(per_thread * c.threads)) return false;
   uint8_t* const own = scratch.take<uint8_t>(per_thread * c.threads);

@@ -73,7 +73,7 @@ INLINE float to_float(uint16_t x) { return reinterpret<float>(uint32_t(x) << 16)
 // Loads sixteen values as float32.
 INLINE Floats widen(const float* from) { return load<Floats>(from); }
 INLINE Floats widen(const uint16_t* from) {
-#if HAS_BF16
+#if HAS_AVX512
   return reinterpret<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16));
 #else
   return reinterpret<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
