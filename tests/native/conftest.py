@@ -38,7 +38,7 @@ def compiled(tmp_path_factory, worker_id) -> Callable[[str], native.Library]:
         file = folder / f"kernel{flags.replace(' ', '')}.so"
         with FileLock(f"{file}.lock"):
             if not file.exists():
-                native.compile_source([*native.find_compiler(), *flags.split()], file)
+                native.compile_kernel([*native.find_compiler(), *flags.split()], file)
         return native.Library(file)
 
     return compile_once

@@ -8,6 +8,7 @@ import stat
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,9 +63,15 @@ class User:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         self.source = tmp_path / "stand_in.cpp"
         self.source.write_text(STAND_IN.format(answer=42))
-        monkeypatch.setattr(native, "SOURCE", self.source)
+        monkeypatch.setattr(native, "KERNEL", tmp_path)
         run = native._run
-        monkeypatch.setattr(native, "_run", lambda command: self.compilations.append(command) or run(command))
+
+        def note(command: list[str]) -> Any:
+            if "-c" in command:
+                self.compilations.append(command)
+            return run(command)
+
+        monkeypatch.setattr(native, "_run", note)
         monkeypatch.setattr(native.logger, "warning", self.warnings.append)
 
     def starts_process(self) -> str:
@@ -229,8 +236,8 @@ def test_a_full_disk_leaves_nothing(user):
 
 
 def test_processes_that_compile_at_the_same_time(user):
-    barrier, compile_source, found = threading.Barrier(3), native.compile_source, []
-    user.monkeypatch.setattr(native, "compile_source", lambda *given: (barrier.wait(60), compile_source(*given)))
+    barrier, compile_kernel, found = threading.Barrier(3), native.compile_kernel, []
+    user.monkeypatch.setattr(native, "compile_kernel", lambda *given: (barrier.wait(60), compile_kernel(*given)))
     threads = [threading.Thread(target=lambda: found.append(native.build().kinds["F32"])) for _ in range(3)]
     for thread in threads:
         thread.start()

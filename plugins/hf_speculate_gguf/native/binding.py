@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from .kernel_cache import KernelCache
 
 logger = get_logger(__name__)
 
-SOURCE = Path(__file__).parent / "kernel" / "kernel.cpp"
+KERNEL = Path(__file__).parent / "kernel"
 
 # Number of rows that are packed together, and of columns that are multiplied at a time.
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -43,7 +44,7 @@ TILE_ROWS, TILE_COLUMNS = 16, 32
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w")
 
 
 class NativeError(SpeculateError):
@@ -51,7 +52,7 @@ class NativeError(SpeculateError):
 
 
 class Library:
-    """The functions of `kernel.cpp`.
+    """The functions of `kernel/kernel.cpp`.
 
     Attributes:
         kinds: number of each block type and dense type in the kernel.
@@ -210,27 +211,40 @@ def build() -> Library:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="hf_speculate-kernel-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, name)
-        compile_source(compiler, path)
+        compile_kernel(compiler, path)
         try:
             found = Library(path)
         except (OSError, AttributeError) as error:
-            raise NativeError(f"what {shlex.join(compiler)} made of {SOURCE.name} cannot be loaded: {error}") from error
+            raise NativeError(f"what {shlex.join(compiler)} made of the kernel cannot be loaded: {error}") from error
         cache.keep(name, path.read_bytes())
     if cache.problem:
         logger.warning(f"the kernel for GGUF weights: {cache.problem}.")
     return found
 
 
-def compile_source(compiler: Sequence[str], path: Path) -> None:
-    """Compiles `kernel.cpp` to the shared library `path`; raises `NativeError`."""
+def compile_kernel(compiler: Sequence[str], path: Path) -> None:
+    """Compiles the files of `kernel/`, at the same time, to the shared library `path`; raises `NativeError`."""
     command = [*compiler, *_FLAGS, _tune()]
-    logger.info(f"compiling {SOURCE}")
-    with Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"):
-        done = _run([*command, str(SOURCE), "-o", str(path)])
+    logger.info(f"compiling {KERNEL}")
+    with (
+        tempfile.TemporaryDirectory(prefix="objects-", dir=path.parent) as folder,
+        ThreadPoolExecutor() as pool,
+        Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"),
+    ):
+        sources = sorted(KERNEL.glob("*.cpp"), reverse=True)  # the one that takes longest comes first
+        objects = [Path(folder, f"{source.stem}.o") for source in sources]
+        commands = ([*command, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True))
+        for done, made in zip(pool.map(_run, commands), objects, strict=True):
+            _check(done, made)
+        _check(_run([*command, "-shared", *map(str, objects), "-o", str(path)]), path)
+
+
+def _check(done: subprocess.CompletedProcess[str], made: Path) -> None:
+    command = shlex.join(done.args)
     if done.returncode:
-        raise NativeError(f"{shlex.join(command)} failed with status {done.returncode}:\n{done.stderr.strip()}")
-    if not path.exists():
-        raise NativeError(f"{shlex.join(command)} reported success, but wrote nothing")
+        raise NativeError(f"{command} failed with status {done.returncode}:\n{done.stderr.strip()}")
+    if not made.exists():
+        raise NativeError(f"{command} reported success, but wrote nothing")
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -260,7 +274,7 @@ def find_compiler() -> list[str]:
 
 def _name() -> str:
     """The name of libraries that work here."""
-    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    sources = (path.read_text(encoding="utf-8") for path in sorted(KERNEL.iterdir()) if path.is_file())
     parts = *sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver()
     return f"kernel-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
 

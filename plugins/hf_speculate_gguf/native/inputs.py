@@ -25,7 +25,7 @@ LAYER_TYPES = {"full_attention": create_causal_mask, "sliding_attention": create
 
 
 # Most entries of a text for which the kernel takes more rows than at once; for more, PyTorch's attention is faster.
-MOST_KEYS = 512
+MOST_KEYS = 1024
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ extern "C" {
 
 // The number of a block type; -1 if unknown.
 int hfs_kind(const char* name) {
-  for (unsigned i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
+  for (int i = 0; i < Kinds::COUNT; i++)
     if (!strcmp(KINDS[i].name, name)) return i;
   return -1;
 }
