@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -251,6 +251,8 @@ def show_stream(console: Console, block: Block, ways: Sequence[Way]) -> None:
     def run(way: Way) -> Callable[[Any], Any]:
         return lambda streamer: way.generate(ids, REQUESTS["greedy"], streamer=streamer)
 
+    for way in (ways[0], ways[-1]):  # first calls compile and learn
+        replace(way, length=4).generate(ids, REQUESTS["greedy"])
     console.print(f"[italic]{block.prompts[0].splitlines()[0]}[/]")
     titles = (("plain", "white", run(ways[0])), ("speculative", "green", run(ways[-1])))
     side_by_side(console, block.tokenizer, titles)
