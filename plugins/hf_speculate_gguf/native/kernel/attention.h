@@ -167,7 +167,7 @@ inline void score_tiles(const float* turned, const Block<uint16_t>& block, int t
 
 // Scores of the keys from entry `key` to `end`. `turned` has room for KEYS keys.
 template <class T> void score_all(const T* keys, int64_t key, int64_t end, const Block<T>& block, float* turned) {
-  const int64_t half = block.head_dim / STEP<T> * LANES;
+  const int64_t steps = block.head_dim / STEP<T>;
 #if HAS_AMX
   const bool amx = sizeof(T) == 2 && block.head_dim % COLUMNS == 0 && has_amx();
   const int tile_rows = block.rows < LANES ? block.rows : LANES;
@@ -175,7 +175,7 @@ template <class T> void score_all(const T* keys, int64_t key, int64_t end, const
 #endif
   for (; key < end; key += KEYS) {
     for (int64_t k = 0; k < KEYS; k += LANES)
-      turn_keys(keys + (key + k) * block.head_dim, end - key - k, block.head_dim, turned + k / LANES * half);
+      turn_keys(keys + (key + k) * block.head_dim, end - key - k, block.head_dim, turned + k * steps);
 #if HAS_AMX
     if constexpr (sizeof(T) == 2)
       if (amx) {

@@ -26,7 +26,7 @@ extern "C" {
 
 // The number of a block type; -1 if unknown.
 int hfs_kind(const char* name) {
-  for (int i = 0; i < Kinds::COUNT; i++)
+  for (size_t i = 0; i < KINDS.size(); i++)
     if (!strcmp(KINDS[i].name, name)) return i;
   return -1;
 }

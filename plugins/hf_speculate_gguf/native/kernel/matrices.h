@@ -4,17 +4,18 @@
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
+#include <vector>
 
 #include "dense.h"
 #include "packed.h"
 #include "threads.h"
 
-// Kinds of packed matrices, from files that compile at the same time as this one.
-extern "C" const void *hfs_blocks(), *hfs_super_blocks();
+// Write the address of an array of packed kinds, and return its length. Their files compile at the same time as this one.
+extern "C" int64_t hfs_blocks(const void** kinds), hfs_super_blocks(const void** kinds);
 
 namespace {
 
-// The same for a dense matrix of type T.
+// Multiplies tiles `i` to `end` of a dense matrix of type T with rows.
 template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& x, int64_t i, int64_t end, const Sink& sink) {
   alignas(64) float products[CHUNK * LANES];
   for (; i < end; i++) {
@@ -24,23 +25,19 @@ template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& 
   }
 }
 
-struct Kinds {
-  static constexpr int COUNT = 14;
-
-  Kinds() {
-    memcpy(kinds, hfs_blocks(), 6 * sizeof(Kind)), memcpy(kinds + 6, hfs_super_blocks(), 6 * sizeof(Kind));
-    // dense matrices, in the type of the inputs
-    kinds[12] = {"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>};
-    kinds[13] = {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>};
+inline std::vector<Kind> all_kinds() {
+  // dense matrices, in the type of the inputs
+  std::vector<Kind> kinds{{"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
+                          {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
+  for (auto part : {hfs_blocks, hfs_super_blocks}) {
+    const void* first;
+    const int64_t count = part(&first);
+    kinds.insert(kinds.end(), (const Kind*)first, (const Kind*)first + count);
   }
+  return kinds;
+}
 
-  const Kind& operator[](int64_t number) const { return kinds[number]; }
-
- private:
-  Kind kinds[COUNT];
-};
-
-const Kinds KINDS;
+const std::vector<Kind> KINDS = all_kinds();
 
 // Looks up rows of embeddings, stored as in the file. Returns false if an id is out of range; the output is then
 // invalid. `row` has room for a packed row in float32, which is needed if T is another type.
