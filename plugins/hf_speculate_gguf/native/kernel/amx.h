@@ -84,7 +84,7 @@ template <class F> int64_t multiply_amx(const Stretch& tiles, const Inputs<uint1
   return x.rows;
 }
 
-// Groups of columns whose sums are stored before they are scaled. Neither one nor eight were faster.
+// Groups of columns whose sums are stored before they are scaled. Neither two nor eight were faster.
 constexpr int SUMMED = 4;
 
 template <class F> INLINE void decode(const typename F::Codes& codes, int8_t* to) {
