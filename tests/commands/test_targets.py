@@ -59,7 +59,8 @@ class TestSmollm2:
         assert names[0] == "prompt_lookup"
         (tmp_path / "examples" / "smollm2-eagle3").mkdir(parents=True)
         (tmp_path / "examples" / "smollm2-eagle3" / "config.json").write_text("{}")
-        assert [spec.label for spec in default_specs("smollm2")] == ["prompt_lookup", "suffix", "smollm2-eagle3"]
+        for target in ("smollm2", f"folder/{SMOLLM2.file}"):
+            assert [spec.label for spec in default_specs(target)] == ["prompt_lookup", "suffix", "smollm2-eagle3"]
 
 
 def test_gguf_files_are_targets(tmp_path, with_tokenizer):

@@ -66,7 +66,7 @@ class SessionOptions:
             "--speculator",
             "-s",
             help="Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
-            "(default: the bundled head for the target, else suffix).",
+            "(default: the head or draft model that is bundled for the target, else suffix).",
         ),
     ] = None
     max_new_tokens: Annotated[

@@ -17,7 +17,7 @@ from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator, SpeculatorSpec, make_speculator
-from hf_speculate_gguf.named import NAMED_TARGETS, named_file
+from hf_speculate_gguf.named import NAMED_TARGETS, known_target, named_file
 
 from .machine import find_dtype
 
@@ -154,8 +154,8 @@ def parse_specs(texts: Sequence[str]) -> list[SpeculatorSpec]:
 
 def default_specs(target: str, branches: int = 1) -> list[SpeculatorSpec]:
     """Specs for a target if the user named none: drafters that copy from the text, and those bundled for the target."""
-    if target in NAMED_TARGETS:
-        head = bundled(NAMED_TARGETS[target].head)
+    if known := known_target(target):
+        head = bundled(known.head)
         return parse_specs([*_FROM_TEXT, *([head] if head else [])])
     if target != bundled(BUNDLED):
         return parse_specs(list(_FROM_TEXT))

@@ -133,6 +133,9 @@ class _Panel(BaseStreamer):
         return Panel(self.typist.shown(self.style), title=self.title, subtitle=self.typist.speed)
 
 
+_WIDEST = 160  # columns; a console without a terminal has more
+
+
 def side_by_side(
     console: Console, tokenizer: PreTrainedTokenizerBase, runs: Sequence[tuple[str, str, Callable[[Any], Any]]]
 ) -> list[DraftTypist]:
@@ -148,7 +151,7 @@ def side_by_side(
     def screen() -> Table:
         grid = Table.grid(padding=(0, 1))
         for _ in panels:  # panels of equal width, even if the terminal's width is not divisible
-            grid.add_column(width=(console.width + 1) // len(panels) - 1)
+            grid.add_column(width=(min(console.width, _WIDEST) + 1) // len(panels) - 1)
         grid.add_row(*(panel.panel() for panel in panels))
         return grid
 
@@ -161,4 +164,6 @@ def side_by_side(
         for panel, (_, _, run) in zip(panels, runs, strict=True):
             panel.typist.start = time.perf_counter()
             run(panel)
+    if not console.is_terminal:
+        console.line()  # `Live` ends no line there
     return [panel.typist for panel in panels]
