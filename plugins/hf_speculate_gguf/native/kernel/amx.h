@@ -174,9 +174,7 @@ template <class F> int64_t multiply_amx(const Stretch& tiles, const Rounded& x, 
   }
   return rows;
 }
-#endif
-
-#if !HAS_AMX
+#else
 constexpr bool has_amx() { return false; }
 #endif
 
