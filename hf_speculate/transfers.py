@@ -22,9 +22,9 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
 
     Args:
         values: a tensor on any device, or numbers.
-        dtype: dtype of the result; None takes that of the values.
+        dtype: dtype of the result; None takes that of a tensor, and int64 for numbers.
     """
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype or torch.long, device="cpu")
     if tensor.device == device and dtype in (None, tensor.dtype):
         return tensor
     is_staged = tensor.device.type == "cpu" and device.type in STAGED
@@ -38,4 +38,6 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def copy_to_device(values: Sequence[Any], target: Tensor) -> Tensor:
     """Writes numbers to a tensor that is there already."""
-    return target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=target.device.type in STAGED)
+    return target.copy_(
+        torch.tensor(values, dtype=target.dtype, device="cpu"), non_blocking=target.device.type in STAGED
+    )

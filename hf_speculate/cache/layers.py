@@ -214,5 +214,5 @@ class PreallocatedLayer(DynamicLayer):
             if sources.dim() == 1:
                 buffer.index_copy_(2, destinations, buffer.index_select(2, sources))
             else:
-                rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+                rows = torch.arange(buffer.shape[0], device=buffer.device, dtype=torch.long)[:, None]
                 buffer[rows, :, destinations] = buffer[rows, :, sources]

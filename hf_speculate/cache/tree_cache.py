@@ -246,7 +246,10 @@ class TreeCache:
             sources.append([base + node for node in path] + list(stay))
             destinations.append(list(range(length, length + width)))
         if width and sources != destinations:
-            self._move_layers(torch.tensor(sources), torch.tensor(destinations))
+            self._move_layers(
+                torch.tensor(sources, dtype=torch.long, device="cpu"),
+                torch.tensor(destinations, dtype=torch.long, device="cpu"),
+            )
 
     def _move_shared(self, base: int, path: Sequence[int]) -> None:
         first = next((index for index, node in enumerate(path) if node != index), len(path))
@@ -254,7 +257,10 @@ class TreeCache:
             return
         sources, destinations = [base + node for node in path[first:]], range(base + first, base + len(path))
         if self.mover is None or not self.mover(self.cache, sources, destinations):
-            self._move_layers(torch.tensor(sources), torch.tensor(destinations))
+            self._move_layers(
+                torch.tensor(sources, dtype=torch.long, device="cpu"),
+                torch.tensor(destinations, dtype=torch.long, device="cpu"),
+            )
 
     def _move_layers(self, sources: Tensor, destinations: Tensor) -> None:
         placed: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -17,6 +17,7 @@ from .buffers import static_cache as static_cache
 from .graphs import Compiler as Compiler
 from .graphs import compiler_of as compiler_of
 from .graphs import find_backend as find_backend
+from .layer_kernels import check_operands as check_operands
 from .layer_kernels import has_triton as has_triton
 from .layer_kernels import is_interpreting as is_interpreting
 from .layer_kernels import power_of_two as power_of_two

@@ -59,13 +59,30 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def check_operands(
+    device: torch.device, *operands: tuple[Tensor, tuple[int, ...], tuple[torch.dtype, ...] | None]
+) -> None:
+    """Raises ValueError for a tensor that a kernel would read or write beyond its end.
+
+    Args:
+        operands: each tensor with the shape that the kernel takes it for, and the dtypes that it may have (None: any).
+    """
+    for tensor, shape, dtypes in operands:
+        if tensor.device != device or tensor.shape != shape or (dtypes is not None and tensor.dtype not in dtypes):
+            raise ValueError(
+                f"A Triton kernel takes {list(shape)} of {dtypes or 'any dtype'} on {device} here, not "
+                f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}."
+            )
+
+
 def rms_norm(
     states: Float[Tensor, "*N H"], weight: Float[Tensor, " H"], eps: float, *, rounds_once: bool = False
 ) -> Float[Tensor, "*N H"]:
     """`weight * (states / rms(states))`. The quotient is rounded to the dtype of the states first, as in Llama's norm;
     or only the result is, as in `nn.RMSNorm`."""
     size = states.shape[-1]
-    rows = states.contiguous().view(-1, size)
+    rows, weight = states.contiguous().view(-1, size), weight.contiguous()
+    check_operands(states.device, (weight, (size,), None))
     outputs = torch.empty_like(rows)
     with torch.cuda.device_of(states):
         sizes = {"BLOCK": power_of_two(size), "ROUNDS_ONCE": rounds_once}
@@ -79,6 +96,8 @@ def rotated(
     """`states * cos + rotate_half(states) * sin`, in the layout of `states`."""
     batch_size, num_heads, count, size = states.shape
     outputs, (cos, sin) = torch.empty_like(states), (each.contiguous() for each in (cos, sin))
+    table = (1 if len(cos) == 1 else batch_size, count, size - size % 2)
+    check_operands(states.device, (cos, table, None), (sin, table, None))
     with torch.cuda.device_of(states):
         _kernels()["rotate"][(batch_size * count, num_heads)](
             *(states, cos, sin, outputs, count, *states.stride(), *outputs.stride()),
@@ -94,6 +113,7 @@ def rotated(
 def gated(gate: Float[Tensor, "*N H"], up: Float[Tensor, "*N H"]) -> Float[Tensor, "*N H"]:
     """`silu(gate) * up`."""
     gate, up = gate.contiguous(), up.contiguous()
+    check_operands(gate.device, (up, gate.shape, None))
     outputs, count = torch.empty_like(gate), gate.numel()
     with torch.cuda.device_of(gate):
         _kernels()["gate"][(-(-count // _GATE_BLOCK),)](

@@ -151,7 +151,7 @@ def _capture_stream(device: torch.device) -> Any:
 def _pool(device: torch.device) -> Any:
     """The memory pool of all recordings. A pool whose graphs have all been freed must not be used again, so one tiny
     graph keeps it."""
-    pool, value = torch.cuda.graph_pool_handle(), torch.zeros(1, device=device)
+    pool, value = torch.cuda.graph_pool_handle(), torch.zeros(1, device=device, dtype=torch.float32)
     graph = torch.cuda.CUDAGraph()
     _capture(graph, pool, device, lambda: value.add_(1))
     _anchors.append((graph, value))

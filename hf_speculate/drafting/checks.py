@@ -48,7 +48,7 @@ class DraftChecks:
             raise self._error(f"returned {type(tree).__name__}, not a DraftTree")
         self._check_form(tree, len(roots))
         if tree.num_nodes == 1:
-            return DraftTree.root_only(torch.tensor(roots))
+            return DraftTree.root_only(torch.tensor(roots, dtype=torch.long, device="cpu"))
         tree = _as_it_is(tree.first(self._max_nodes - 1))
         if _is_on_host(tree):
             return self._on_host(tree, roots)
@@ -72,7 +72,7 @@ class DraftChecks:
         depth = self._check(host)
         tokens = tree.token_ids
         if any(row[0] != root for row, root in zip(host.token_ids, roots, strict=True)):
-            tokens = torch.cat([torch.tensor(roots)[:, None], tokens[:, 1:]], dim=1)
+            tokens = torch.cat([torch.tensor(roots, dtype=torch.long, device="cpu")[:, None], tokens[:, 1:]], dim=1)
             host = _with_roots(host, roots)
         return tree.checked(tokens, depth, host)
 

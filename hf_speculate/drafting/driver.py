@@ -77,7 +77,9 @@ class Drafting:
             tokens: int64 [B, J], the token after each known position (`DraftSession.observe`).
         """
         features = self._taps.last(hidden_states, tokens.shape[1])
-        self._prompt = Observation(tokens, features, torch.full((tokens.shape[0],), tokens.shape[1]))
+        self._prompt = Observation(
+            tokens, features, torch.full((tokens.shape[0],), tokens.shape[1], dtype=torch.long, device="cpu")
+        )
         if tokens.numel() > _MOST_KEPT:
             self.read_prompt()
 

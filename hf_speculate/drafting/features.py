@@ -117,7 +117,7 @@ class FeatureTaps:
         slots = None
         if len(rows) < len(paths):
             slot_of = {row: slot for slot, row in enumerate(rows)}
-            slots = torch.tensor([slot_of.get(row, 0) for row in range(len(paths))])
+            slots = torch.tensor([slot_of.get(row, 0) for row in range(len(paths))], dtype=torch.long, device="cpu")
         features = {}
         for layer in self.layers:
             states = self._states(hidden_states, layer)

@@ -25,8 +25,8 @@ class Observation(NamedTuple):
     def from_rows(cls, rows: Sequence[Sequence[int]], features: Mapping[int, Tensor]) -> Observation:
         """An observation from the tokens of every row, and features as wide as the longest row."""
         width = max(map(len, rows))
-        tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long)
-        return cls(tokens, features, torch.tensor([len(row) for row in rows]))
+        tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long, device="cpu")
+        return cls(tokens, features, torch.tensor([len(row) for row in rows], dtype=torch.long, device="cpu"))
 
 
 def new_tokens(tokens: Int[Tensor, "B J"], lengths: Int[Tensor, " B"], is_prompt: bool) -> list[list[int]]:
@@ -75,7 +75,10 @@ def joined(observations: Sequence[Observation]) -> Observation:
     if len(observations) == 1:
         return observations[0]
     tokens = torch.cat([observation.tokens for observation in observations], dim=1)
-    is_real = torch.cat([torch.arange(o.tokens.shape[1]) < o.lengths[:, None] for o in observations], dim=1)
+    is_real = torch.cat(
+        [torch.arange(o.tokens.shape[1], dtype=torch.long, device="cpu") < o.lengths[:, None] for o in observations],
+        dim=1,
+    )
     lengths = is_real.sum(1)
     columns = pad_sequence([row.nonzero()[:, 0] for row in is_real], batch_first=True)
     features = {}

@@ -54,7 +54,7 @@ class Ahead:
         if max_depth < 2:  # nothing could be drafted below the guessed token
             return
         num_emitted = state.num_emitted[0] + len(path) - 1
-        root = torch.tensor(path[-1:])
+        root = torch.tensor(path[-1:], dtype=torch.long, device="cpu")
         self._state = replace(state, root_ids=root, num_emitted=(num_emitted,), max_depth=max_depth)
         self._pending = self._drafting.ahead(self._state, path[1:])
 

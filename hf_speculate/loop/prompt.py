@@ -65,5 +65,5 @@ class Prompt:
     def known_tokens(self, sequences: Sequences) -> Tensor:
         """int64 [B, J], the token after each position whose states the drafter gets; the last is the prompt's next
         token."""
-        first = torch.tensor([tokens[:1] for tokens in sequences.new_tokens])
+        first = torch.tensor([tokens[:1] for tokens in sequences.new_tokens], dtype=torch.long, device="cpu")
         return torch.cat([sequences.prompt[:, self.known_from + 1 :].cpu(), first], dim=1)

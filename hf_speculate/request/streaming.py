@@ -196,7 +196,7 @@ def _text(call: PreparedCall, pieces: _Pieces) -> Generator[str, None, Any]:
     with closing(_rounds(call)) as rounds:
         for round in rounds:
             for token in round.tokens[0]:
-                pieces.put(torch.tensor([token]))
+                pieces.put(torch.tensor([token], dtype=torch.long, device="cpu"))
             if text := pieces.take():
                 yield text
     pieces.end()

@@ -230,8 +230,8 @@ class _TrialRequest:
             output_logits=True,
         )
         output: Any = self.model.generate(
-            input_ids=torch.tensor(rows, device=device),
-            **({"attention_mask": torch.tensor(mask, device=device)} if self._lengths else {}),
+            input_ids=torch.tensor(rows, device=device, dtype=torch.long),
+            **({"attention_mask": torch.tensor(mask, device=device, dtype=torch.long)} if self._lengths else {}),
             generation_config=config,
             logits_processor=LogitsProcessorList([_Given(self)]),
             speculator=speculator,
@@ -256,7 +256,9 @@ class _Given(LogitsProcessor):
         self._request = request
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        chosen = torch.tensor([[self._request.next(token)] for token in input_ids[:, -1].tolist()])
+        chosen = torch.tensor(
+            [[self._request.next(token)] for token in input_ids[:, -1].tolist()], dtype=torch.long, device="cpu"
+        )
         return torch.full_like(scores, -1e4).scatter(1, chosen.to(scores.device), 0.0)
 
 

@@ -134,7 +134,9 @@ def sample_bytes(tensor: Tensor) -> bytes:
     if tensor.device.type == "meta":
         return b""
     flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, max(flat.numel() - 1, 0), min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+    places = torch.linspace(
+        0, max(flat.numel() - 1, 0), min(_SAMPLES, flat.numel()), dtype=torch.float64, device="cpu"
+    ).long()
     values = flat[places.to(flat.device)].cpu()
     return values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
 

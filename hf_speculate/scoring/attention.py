@@ -132,7 +132,7 @@ class TreeAttention:
     @staticmethod
     def without_mask(groups: int, device: torch.device) -> Tensor:
         """The mask that means "folded, and every key is seen"."""
-        return torch.empty(1, 1, groups, 0, device=device)
+        return torch.empty(1, 1, groups, 0, device=device, dtype=torch.float32)
 
     def _arranged(self, mask: Tensor) -> Tensor:
         if self.form == "stock" or mask.dim() != 4 or mask.shape[2] == 1:
@@ -210,7 +210,7 @@ def placed(place: TreePlace, make_mask: Callable[[], Tensor]) -> Iterator[Tensor
     """
     token = _place.set((place, make_mask))
     try:
-        yield torch.empty(1, 1, 0, 0, device=place.ends.device)
+        yield torch.empty(1, 1, 0, 0, device=place.ends.device, dtype=torch.float32)
     finally:
         _place.reset(token)
 

@@ -94,5 +94,5 @@ def embedding_rows(module: Any, vocab_size: int) -> Float[Tensor, "V H"]:
     device = module.weight.device
     if isinstance(module, nn.Embedding) and device.type != "meta" and module.weight.is_floating_point():
         return module.weight
-    ids = torch.arange(vocab_size, device="cpu" if device.type == "meta" else device)
+    ids = torch.arange(vocab_size, device="cpu" if device.type == "meta" else device, dtype=torch.long)
     return torch.cat([module(block) for block in ids.split(_TOKENS)])

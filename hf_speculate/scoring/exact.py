@@ -173,7 +173,9 @@ def _equal_counts(layer: nn.Linear) -> Sequence[int]:
     """The counts up to the first one whose bits differ, falling."""
     weight = layer.weight
     num_rows = min(_NUM_VALUES // len(weight), _MOST_ROWS, _NUM_PRODUCTS // weight.numel())
-    rows = torch.randn(max(num_rows, _MIN_ROWS), weight.shape[1]).to(weight.device, weight.dtype)
+    rows = torch.randn(max(num_rows, _MIN_ROWS), weight.shape[1], dtype=torch.float32, device="cpu").to(
+        weight.device, weight.dtype
+    )
 
     def multiplied(count: int) -> Tensor:
         return torch.cat([functional.linear(part, weight, layer.bias) for part in rows.split(count)])
@@ -192,7 +194,11 @@ def first_difference(model: GenerativeModel, sizes: Sizes, batch_size: int = 1, 
 
     Several prefix lengths are tested.
     """
-    tokens = torch.randperm(num_embeddings(model))[: len(_PARENTS)].expand(batch_size, -1).contiguous()
+    tokens = (
+        torch.randperm(num_embeddings(model), dtype=torch.long, device="cpu")[: len(_PARENTS)]
+        .expand(batch_size, -1)
+        .contiguous()
+    )
     tree = DraftTree(tokens, _PARENTS)
     for length in _prefix_lengths(model):
         mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
@@ -217,7 +223,7 @@ def chain_difference(model: GenerativeModel, sizes: Sizes, batch_size: int) -> s
     mask = torch.ones(batch_size, length, dtype=torch.long, device=input_device(model))
     prefix = filler_cache(model, batch_size, length)
     for count in COUNTS if most is None else [count for count in COUNTS if length + count <= most]:
-        tokens = torch.randint(num_embeddings(model), (batch_size, count))
+        tokens = torch.randint(num_embeddings(model), (batch_size, count), dtype=torch.long, device="cpu")
         scorer = exact_scorer(model, TreeCache(copy.deepcopy(prefix), batch_size), sizes, mask)
         kwargs = {"output_hidden_states": True}
         output = scorer(DraftTree.chain(tokens), mask.sum(1).tolist(), forward_kwargs=kwargs)

@@ -31,5 +31,7 @@ def filler_cache(model: GenerativeModel, batch_size: int, length: int) -> Dynami
 
 
 def _like(states: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    found = torch.randn(*states.shape[:2], length, states.shape[3], generator=generator)
+    found = torch.randn(
+        *states.shape[:2], length, states.shape[3], generator=generator, dtype=torch.float32, device="cpu"
+    )
     return (found * states.float().std().cpu()).to(states.device, states.dtype)

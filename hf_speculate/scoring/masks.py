@@ -151,7 +151,7 @@ def visible_prefix(
     Returns:
         bool [R, M] on `device`.
     """
-    visible = torch.arange(num_entries, device=device) < to_device(lengths, device)[:, None]
+    visible = torch.arange(num_entries, device=device, dtype=torch.long) < to_device(lengths, device)[:, None]
     if prompt_mask is not None:
         width = min(prompt_mask.shape[1], num_entries)
         visible[:, :width] &= to_device(prompt_mask[:, :width], device)

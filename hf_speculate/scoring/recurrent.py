@@ -93,7 +93,7 @@ class RecurrentCache(TreeCache):
         super().__init__(cache, batch_size)
         self._recurrent = [layer for layer in cache.layers if type(layer) in RECURRENT_LAYERS]
         self.state_length = self.append_index
-        self.rerun = torch.empty(batch_size, 0, dtype=torch.long)
+        self.rerun = torch.empty(batch_size, 0, dtype=torch.long, device="cpu")
         self.is_current = False  # until the prompt is committed an interruption restores the old states
         self._snapshot = self._take()
         self._chain = self.rerun
@@ -226,7 +226,7 @@ class RecurrentForward(Forward):
         count, device, start = token_ids.shape[1], scorer.device, _cache(scorer).state_length
         assert self._shifts is not None
         shifts = to_device(self._shifts, device)
-        positions = shifts[:, None] + torch.arange(start, start + count, device=device)
+        positions = shifts[:, None] + torch.arange(start, start + count, device=device, dtype=torch.long)
         mask = None
         if scorer.prompt_mask is not None:
             mask = torch.ones(len(token_ids), start + count, dtype=torch.long, device=device)

@@ -297,7 +297,7 @@ class Scorer:
         if layer_type.hides_any(end + tree.max_depth + 1):
             lengths = to_device(self.cache.present_lengths, device)[:, None]
             nodes = lengths + to_device(tree.plan.depths, device)
-            prefix = torch.arange(first, end, device=device).expand(tree.batch_size, -1)
+            prefix = torch.arange(first, end, device=device, dtype=torch.long).expand(tree.batch_size, -1)
             seen = torch.cat([prefix, nodes], dim=1)
             too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self.prompt_mask, device))
             mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)

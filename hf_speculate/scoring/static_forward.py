@@ -93,7 +93,7 @@ class Along:
         # A node goes to the column of its depth; those that are not accepted go to one more column, which is dropped.
         width = tokens.shape[1]
         columns = plan.depths.masked_fill(~is_accepted, width)
-        places = torch.arange(width, device=tokens.device).expand_as(columns)
+        places = torch.arange(width, device=tokens.device, dtype=torch.long).expand_as(columns)
         nodes = torch.zeros_like(tokens[:, :1]).repeat(1, width + 1).scatter(1, columns, places)
         return cls(nodes[:, :width], is_accepted.sum(-1))
 
@@ -103,10 +103,10 @@ class Along:
 
     def move(self, stacks: Stacks, first: Tensor, lengths: Int[Tensor, " B"]) -> None:
         """Moves the path's entries from slot `first` on to the end of each row's text, in all layers."""
-        steps = torch.arange(self.nodes.shape[1], device=lengths.device)
+        steps = torch.arange(self.nodes.shape[1], device=lengths.device, dtype=torch.long)
         destinations = lengths[:, None] + steps
         sources = torch.where(steps < self.counts[:, None], first + self.nodes, destinations)
-        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        rows = torch.arange(len(lengths), device=lengths.device, dtype=torch.long)[:, None]
         for stack in stacks:
             stack[:, rows, :, destinations] = stack[:, rows, :, sources]
 
@@ -118,7 +118,7 @@ def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Boo
         prompt: False for padding and holes of the prompt, True elsewhere.
         lengths: number of entries of each row's text.
     """
-    return (torch.arange(prompt.shape[1], device=prompt.device) < lengths[:, None]) & prompt
+    return (torch.arange(prompt.shape[1], device=prompt.device, dtype=torch.long) < lengths[:, None]) & prompt
 
 
 def text_mask(
@@ -157,7 +157,7 @@ class StaticNodes:
     @classmethod
     def of(cls, plan: Int[Tensor, "B K"], vocab_size: int) -> StaticNodes:
         width = (plan.shape[1] - NODES) // 2
-        numbers = torch.arange(width, device=plan.device)
+        numbers = torch.arange(width, device=plan.device, dtype=torch.long)
         raw_tokens, raw_parents = plan[:, NODES : NODES + width], plan[:, NODES + width :]
         is_padding = numbers >= plan[:, COUNT, None]
         # Padding runs the root again, so what it writes is finite if that is.

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..compilation import has_triton, is_interpreting, power_of_two
+from ..compilation import check_operands, has_triton, is_interpreting, power_of_two
 
 
 # Two programs share a multiprocessor: one computes while the other waits for keys. Two of 4 warps with 255 registers
@@ -42,6 +42,8 @@ _FEW_BLOCKS, _SMALL_CAPACITY = 32, 4096
 # Fewest keys per split: each split writes one float32 vector per row, which the second kernel reads again.
 _LEAST_KEYS = 128
 _BLOCK_PARTS = 16  # parts that the second kernel reads at a time
+
+_INTEGERS = (torch.int64, torch.int32)
 
 # Arguments that change between trees of one model: their values are not compiled into the kernels.
 _VARYING = ("num_rows", "num_nodes", "num_tree", "num_kv_heads", "num_splits", "num_parts", "tree_batch")
@@ -111,6 +113,14 @@ def tree_attention(
     (num_kv_heads, capacity), num_tree = keys.shape[1:3], place.ancestors.shape[2]
     if {query.stride(-1), keys.stride(-1), values.stride(-1)} != {1}:
         raise ValueError("The last dimension of query, keys and values must be contiguous.")
+    entries, batches = (batch_size, num_kv_heads, capacity, head_dim), (batch_size,)
+    trees = (1 if len(place.ancestors) == 1 else batch_size, num_nodes, num_tree)
+    check_operands(
+        query.device,
+        *((keys, entries, None), (values, entries, None)),
+        *((place.starts, batches, _INTEGERS), (place.ends, batches, _INTEGERS)),
+        *((place.base.view(-1), (1,), _INTEGERS), (place.ancestors, trees, (torch.bool,))),
+    )
     num_rows = num_heads // num_kv_heads * num_nodes
     num_pairs = batch_size * num_kv_heads
     are_small = capacity <= _SMALL_CAPACITY and num_pairs * -(-num_rows // 16) <= _FEW_BLOCKS
@@ -150,7 +160,7 @@ def plain_tree_attention(
     """The same as `tree_attention` in plain PyTorch, on any device and in any dtype; float64 is computed in float64."""
     num_kv_heads, capacity, head_dim = keys.shape[1:]
     num_tree = place.ancestors.shape[2]
-    entries = torch.arange(capacity, device=keys.device)
+    entries = torch.arange(capacity, device=keys.device, dtype=torch.long)
     nodes = entries - place.base
     is_node = (nodes >= 0) & (nodes < num_tree)
     in_tree = place.ancestors[:, :, nodes.clamp(0, num_tree - 1)] & is_node

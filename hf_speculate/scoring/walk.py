@@ -180,7 +180,7 @@ _walk: ContextVar[Walk | None] = ContextVar("hf_speculate_exact_walk", default=N
 
 def no_mask(device: torch.device) -> Tensor:
     """The empty mask that marks an exact forward. No other forward has it."""
-    return torch.empty(1, 1, 1, 0, device=device)
+    return torch.empty(1, 1, 1, 0, device=device, dtype=torch.float32)
 
 
 def is_walked(mask: Tensor | None) -> bool:

@@ -190,7 +190,12 @@ class _WatchedSession(DraftSession):
                 self.inner.ahead(replace(state, cancelled=None, deepening=_BreaksOff(levels)), path)
             self.inner.ahead(replace(state, cancelled=None, deepening=_SaysNo(levels)), path)
         wrong = [*path[:-1], (path[-1] + 1) % self.watched.vocab_size] if path else []
-        self.inner.ahead(replace(state, root_ids=torch.tensor(wrong[-1:] or state.root_ids.tolist())), wrong)
+        self.inner.ahead(
+            replace(
+                state, root_ids=torch.tensor(wrong[-1:] or state.root_ids.tolist(), dtype=torch.long, device="cpu")
+            ),
+            wrong,
+        )
         tree = self.inner.ahead(state, path)
         self._check(tree, state)
         return tree

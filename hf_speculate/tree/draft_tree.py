@@ -93,8 +93,8 @@ class DraftTree:
         token_ids = [[*row.token_ids, *[row.token_ids[0]] * n] for row, n in zip(nodes, missing, strict=True)]
         parents = [[*row.parents, *[PADDING_PARENT] * n] for row, n in zip(nodes, missing, strict=True)]
         known = [[*row.values, *[0.0] * n] for row, n in zip(nodes, missing, strict=True) if row.values is not None]
-        values = torch.tensor(known) if len(known) == len(nodes) else None
-        return cls(torch.tensor(token_ids), parents, values=values)
+        values = torch.tensor(known, dtype=torch.float32, device="cpu") if len(known) == len(nodes) else None
+        return cls(torch.tensor(token_ids, dtype=torch.long, device="cpu"), parents, values=values)
 
     @property
     def plan(self) -> TreePlan:
@@ -131,7 +131,7 @@ class DraftTree:
         first = to_device(roots, tokens.device)[:, None]
         tokens = torch.cat([first, tokens[:, 1:].clamp(0, vocab_size - 1)], dim=1)
         if isinstance(parents, Tensor):
-            before = torch.arange(parents.shape[1], device=parents.device) - 1
+            before = torch.arange(parents.shape[1], device=parents.device, dtype=torch.long) - 1
             parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
         tree = DraftTree(tokens, parents, self._max_depth, values=self.values)
         tree._slots = self._slots

@@ -72,4 +72,4 @@ def _runs(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]
             behind += found
             counts += [[0, 1], *[[1, 1]] * (len(found) - 1)]
             offsets.append(len(behind))
-    return tuple(torch.tensor(values, dtype=torch.int32) for values in (offsets, behind, counts))  # type: ignore[return-value]
+    return tuple(torch.tensor(values, dtype=torch.int32, device="cpu") for values in (offsets, behind, counts))  # type: ignore[return-value]

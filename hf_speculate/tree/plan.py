@@ -75,7 +75,7 @@ class TreePlan:
         """The plan of a structure that is on a device, computed by pointer doubling without host synchronisation."""
         num_rows, num_nodes = parents.shape
         ancestors = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(num_rows, 1, 1)
-        jump = torch.where(parents < 0, torch.arange(num_nodes, device=parents.device), parents)
+        jump = torch.where(parents < 0, torch.arange(num_nodes, device=parents.device, dtype=torch.long), parents)
         reach = 1
         while reach <= max_depth:
             ancestors = ancestors | ancestors.gather(1, jump.unsqueeze(-1).expand(-1, -1, num_nodes))
@@ -112,4 +112,8 @@ def _plan_from_parents(parents: tuple[tuple[int, ...], ...]) -> TreePlan:
         all_depths.append(node_depths(row_parents))
         all_ancestors.append(ancestors)
     max_depth = max(map(max, all_depths))
-    return TreePlan(depths=torch.tensor(all_depths), ancestors=torch.tensor(all_ancestors), max_depth=max_depth)
+    return TreePlan(
+        depths=torch.tensor(all_depths, dtype=torch.long, device="cpu"),
+        ancestors=torch.tensor(all_ancestors, dtype=torch.bool, device="cpu"),
+        max_depth=max_depth,
+    )

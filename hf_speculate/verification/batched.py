@@ -109,7 +109,7 @@ class BatchedChoice:
                 scores = processor(no_text, scores)
         noise = None
         if self.samples:
-            rows, levels = torch.arange(len(tokens), device=tokens.device)[:, None], inputs["noise"]
+            rows, levels = torch.arange(len(tokens), device=tokens.device, dtype=torch.long)[:, None], inputs["noise"]
             noise = levels[tree.depths.clamp(max=len(levels) - 1), rows].flatten(0, 1)
         return Sampler.pick(scores, noise).view(tokens.shape), are_tainted(logits).any(-1)
 
@@ -197,7 +197,7 @@ class ChoiceInputs:
         ignored = penalty.prompt_ignore_length
         if isinstance(ignored, Tensor):
             ignored = ignored.to(prompt.device)[:, None]
-        places = torch.arange(prompt.shape[1], device=prompt.device)
+        places = torch.arange(prompt.shape[1], device=prompt.device, dtype=torch.long)
         counted = prompt if ignored is None else prompt.masked_fill(places < ignored, last)
         seen.zero_().scatter_(1, counted.clamp(max=last), True)
 

@@ -105,8 +105,8 @@ def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor
     whole = num_blocks * _BLOCK
     blocks = scores[..., :whole].unflatten(-1, (num_blocks, _BLOCK))
     chosen = blocks.amax(-1).topk(count).indices
-    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device)).flatten(-2)
-    rest = torch.arange(whole, scores.shape[-1], device=scores.device).expand(*scores.shape[:-1], -1)
+    places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device, dtype=torch.long)).flatten(-2)
+    rest = torch.arange(whole, scores.shape[-1], device=scores.device, dtype=torch.long).expand(*scores.shape[:-1], -1)
     places = torch.cat([places, rest], dim=-1)
     values, found = scores.gather(-1, places).topk(count)
     return values, places.gather(-1, found)
@@ -114,22 +114,26 @@ def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor
 
 def _draws_alike(kernel: Kernel, num_before: int, count: int) -> bool:
     generator = torch.Generator().manual_seed(num_before + count)
-    torch.empty(num_before, dtype=torch.long).random_(100, generator=generator)
-    state, found = generator.get_state(), torch.empty(count)
+    torch.empty(num_before, dtype=torch.long, device="cpu").random_(100, generator=generator)
+    state, found = generator.get_state(), torch.empty(count, dtype=torch.float32, device="cpu")
     kernel.draw_exponential(state, found)
-    wanted = torch.empty(count).exponential_(generator=generator)
+    wanted = torch.empty(count, dtype=torch.float32, device="cpu").exponential_(generator=generator)
     return torch.equal(found, wanted) and torch.equal(state, generator.get_state())
 
 
 def _chooses_alike(kernel: Kernel, dtype: torch.dtype) -> bool:
-    rows = torch.randint(-9, 9, (3, 133), generator=torch.Generator().manual_seed(0)).to(dtype)  # with ties
+    rows = torch.randint(
+        -9, 9, (3, 133), generator=torch.Generator().manual_seed(0), dtype=torch.long, device="cpu"
+    ).to(dtype)  # with ties
     rows[1, [70, 90]] = torch.nan
     rows[2] = -torch.inf
     return [kernel.argmax(row) for row in rows] == rows.float().argmax(-1).tolist()
 
 
 def _ranks_alike(kernel: Kernel, dtype: torch.dtype) -> bool:
-    scores = torch.randint(-99, 99, (1, 4, 133), generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores = torch.randint(
+        -99, 99, (1, 4, 133), generator=torch.Generator().manual_seed(0), dtype=torch.long, device="cpu"
+    ).to(dtype)
     scores[0, 1, 90], scores[0, 2], scores[0, 3, :9] = torch.nan, -torch.inf, -torch.inf
     probs, token_ids = kernel.most_probable(scores, 9)
     if not ((token_ids >= 0) & (token_ids < 133)).all():

@@ -70,7 +70,7 @@ class Noise:
             raise IndexError(f"noise of step {step} was released; the first kept step is {self._first_step}.")
         while len(self._rows) <= step - self._first_step:
             self._states_before.append(self._generator.get_state())
-            row = torch.empty(self._batch_size, self.width, device=self._device)
+            row = torch.empty(self._batch_size, self.width, device=self._device, dtype=torch.float32)
             self._rows.append(exponential(row, self._generator))
         return self._rows[step - self._first_step]
 

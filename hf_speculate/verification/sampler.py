@@ -214,5 +214,5 @@ class Sampler:
         self.noise.fit(width, min(emitted))
         by_depth = torch.stack([self.noise.rows([n + d for n in emitted], tree.rows) for d in levels], dim=1)
         depths = to_device(tree.plan.depths, by_depth.device).expand(tree.batch_size, -1)
-        rows = torch.arange(tree.batch_size, device=by_depth.device)[:, None]
+        rows = torch.arange(tree.batch_size, device=by_depth.device, dtype=torch.long)[:, None]
         return by_depth[rows, depths].flatten(0, 1)

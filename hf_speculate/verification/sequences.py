@@ -41,7 +41,7 @@ class Sequences:
     def last_tokens(self) -> Int[Tensor, " B"]:
         """The last token of each row, on the CPU; 0 for an empty text."""
         if all(self.new_tokens):
-            return torch.tensor([tokens[-1] for tokens in self.new_tokens])
+            return torch.tensor([tokens[-1] for tokens in self.new_tokens], dtype=torch.long, device="cpu")
         return (self.prompt[:, -1] if self.prompt.shape[1] else self.prompt.new_zeros(self.batch_size)).cpu()
 
     @property
@@ -82,7 +82,10 @@ class Sequences:
 
     def columns(self, start: int) -> list[Tensor]:
         """The tokens of steps `start`, `start + 1`, …, each [B], for streamers. Rows must be of equal length."""
-        return [torch.tensor(column) for column in zip(*(tokens[start:] for tokens in self.new_tokens), strict=True)]
+        return [
+            torch.tensor(column, dtype=torch.long, device="cpu")
+            for column in zip(*(tokens[start:] for tokens in self.new_tokens), strict=True)
+        ]
 
     def _write(self, length: int) -> None:
         """Updates the copy on the device. It grows geometrically, so each token is written once."""

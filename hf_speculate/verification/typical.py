@@ -58,7 +58,7 @@ class TypicalAcceptance:
         parents = to_device(tree.parents, device).expand(tree.batch_size, -1)
         is_draft = parents >= 0
         above = parents.clamp(min=0)
-        rows = torch.arange(tree.batch_size, device=device)[:, None]
+        rows = torch.arange(tree.batch_size, device=device, dtype=torch.long)[:, None]
         token_probs = probs[rows, above, to_device(tree.token_ids, device)]  # [B, N], at the parent
         is_typical = token_probs > self.thresholds(probs)[0].gather(1, above)
         is_typical = torch.where(is_draft, is_typical, parents == -1)  # the root is accepted, padding is not

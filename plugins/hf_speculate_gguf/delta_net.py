@@ -95,7 +95,7 @@ class DeltaNet:
         if name not in ("attn_qkv.weight", CONVOLUTION) or self.value_order is None:
             return None
         before = 2 * self.key_heads * self.key_size  # queries and keys
-        return torch.cat([torch.arange(before), before + self.value_order])
+        return torch.cat([torch.arange(before, dtype=torch.long, device="cpu"), before + self.value_order])
 
     @property
     def value_order(self) -> Int64[Tensor, " V"] | None:
@@ -106,4 +106,9 @@ class DeltaNet:
         """The order of value heads with `size` entries each."""
         if self.value_heads == self.key_heads:
             return None
-        return torch.arange(self.value_heads * size).view(-1, self.key_heads, size).transpose(0, 1).reshape(-1)
+        return (
+            torch.arange(self.value_heads * size, dtype=torch.long, device="cpu")
+            .view(-1, self.key_heads, size)
+            .transpose(0, 1)
+            .reshape(-1)
+        )

@@ -103,7 +103,7 @@ class Matrix:
 
 def half_split_order(num_rows: int, num_heads: int) -> Int64[Tensor, " N"]:
     """Rows of llama.cpp's q and k (pairs that rotate together are neighbours) in transformers' order (halves)."""
-    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+    return torch.arange(num_rows, dtype=torch.long, device="cpu").view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 def read_vector(file: GgufFile, entry: TensorEntry) -> Tensor:

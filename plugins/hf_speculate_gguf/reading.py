@@ -92,7 +92,7 @@ class GgufFile:
             if part.tensors.get(entry.name) is entry:
                 return part.read(entry, start, stop)
         stop = entry.num_rows if stop is None else stop
-        rows = torch.empty(stop - start, entry.row_bytes, dtype=torch.uint8)
+        rows = torch.empty(stop - start, entry.row_bytes, dtype=torch.uint8, device="cpu")
         with open_regular(self.path) as file:
             file.seek(entry.offset + start * entry.row_bytes)
             try:

@@ -201,4 +201,4 @@ def plain_frequencies(config: Any) -> Tensor:
 
 
 def _frequencies(base: float, head_dim: int) -> Tensor:
-    return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)

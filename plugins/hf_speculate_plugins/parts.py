@@ -180,6 +180,9 @@ def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepeni
 
     def goes_on(values: Tensor, previous: Tensor | None = None) -> bool:
         found = probabilities(values, previous)
-        return deepening(torch.tensor([[value_of(each) for each in row] for row in found]), previous)
+        return deepening(
+            torch.tensor([[value_of(each) for each in row] for row in found], dtype=torch.float32, device="cpu"),
+            previous,
+        )
 
     return goes_on

@@ -88,7 +88,7 @@ def grow_tree(
     pool_values, pool_tokens = [values], [_to_tokens(columns, token_ids)]
     pool_parents = [torch.full_like(columns, ROOT_PARENT)]  # index into the pool
     frontier_tokens, frontier_values = pool_tokens[0], values
-    frontier_in_pool = torch.arange(width, device=device).expand(batch_size, -1)
+    frontier_in_pool = torch.arange(width, device=device, dtype=torch.long).expand(batch_size, -1)
     previous = torch.zeros_like(columns)
     forest_tokens, forest_parents = frontier_tokens, torch.full_like(columns, ROOT_PARENT)
     plan = TreePlan.of_siblings(batch_size, width, device)
@@ -160,7 +160,9 @@ def best_nodes(
     """
     count = min(max_nodes, values.shape[1])
     kept_values, kept = (each[:, :count] for each in torch.sort(values, dim=1, descending=True, stable=True))
-    ranks = torch.zeros_like(parents).scatter_(1, kept, torch.arange(1, count + 1, device=kept.device).expand_as(kept))
+    ranks = torch.zeros_like(parents).scatter_(
+        1, kept, torch.arange(1, count + 1, device=kept.device, dtype=torch.long).expand_as(kept)
+    )
     kept_parents = parents.gather(1, kept)
     new_parents = torch.where(kept_parents < 0, 0, ranks.gather(1, kept_parents.clamp(min=0)))
     root_parent = torch.full_like(root_ids[:, None], ROOT_PARENT)
@@ -192,7 +194,7 @@ def best_tree(
         shares_of: function that scores children, called once a depth, from 0 (the root) on.
         limit: deepest level that nodes may have, where `depth` is that of a compiled graph.
     """
-    tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device)
+    tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device, dtype=torch.float32)
     in_pool, previous = torch.full_like(tokens, ROOT_PARENT), torch.zeros_like(tokens)
     pool: list[tuple[Tensor, Tensor, Tensor]] = []
     pool_size, best = 0, values[:, :0]

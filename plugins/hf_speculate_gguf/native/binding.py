@@ -31,6 +31,7 @@ from hf_speculate.verification import stand_in
 
 from .formats import FORMATS
 from .kernel_cache import KernelCache
+from .memory import address_of, address_of_strided, address_of_table, check_range
 
 
 logger = get_logger(__name__)
@@ -42,6 +43,9 @@ TILE_ROWS, TILE_COLUMNS = 16, 32
 
 # The kernel's names for matrices that are not packed.
 DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+# Bytes of the part of a generator's state that the kernel reads and writes (its Twister).
+_TWISTER_BYTES = 5016
 
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w")
@@ -96,6 +100,8 @@ class Library:
         self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
+        if min(self.kinds.values()) < 0:
+            raise AttributeError(f"{path} does not know all block types")
         self.multiplies_bytes: bool = functions.hfs_bytes()
         self.has_threads: bool = functions.hfs_has_threads()
 
@@ -107,27 +113,44 @@ class Library:
         self, block_type: str, rows: UInt8[Tensor, "R bytes"], in_features: int, tiles: UInt8[Tensor, "T bytes"]
     ) -> bool:
         """Packs rows of blocks into tiles of zeros; returns False if a scale or an offset is not finite."""
-        rows = rows.contiguous()
+        blocks = FORMATS[block_type]
+        row_bytes = in_features // blocks.block_size * blocks.block_bytes
+        source = address_of(rows := rows.contiguous(), torch.uint8, (len(rows), row_bytes))
+        to = self.address_of_tiles(tiles, block_type, in_features, len(rows))
         kind, threads = self.kinds[block_type], torch.get_num_threads()
-        return self._functions.hfs_pack(kind, rows.data_ptr(), len(rows), in_features, tiles.data_ptr(), threads)
+        return self._functions.hfs_pack(kind, source, len(rows), in_features, to, threads)
+
+    def address_of_tiles(self, tiles: Tensor, block_type: str, in_features: int, num_rows: int) -> int:
+        """The address of tiles that hold at least `num_rows` rows of a matrix; raises `WrongBufferError`."""
+        width = self.tile_bytes(block_type, in_features)
+        return address_of_table(tiles, torch.uint8, -(-num_rows // TILE_ROWS), width)
 
     def draw_exponential(self, state: UInt8[Tensor, " S"], values: Float[Tensor, "*N"]) -> None:
         """`Kernel.draw_exponential` of `hf_speculate.verification`."""
-        self._functions.hfs_exponential(state.data_ptr(), values.data_ptr(), values.numel())
+        check_range("the size of a generator's state", state.numel(), _TWISTER_BYTES, 2 * _TWISTER_BYTES)
+        of_state = address_of(state, torch.uint8, (state.numel(),))
+        self._functions.hfs_exponential(of_state, address_of(values, torch.float32, values.shape), values.numel())
 
     def argmax(self, row: Float[Tensor, " V"]) -> int:
         """`Kernel.argmax` of `hf_speculate.verification`."""
-        return self._functions.hfs_argmax(row.data_ptr(), len(row), row.dtype is torch.bfloat16)
+        check_range("the length of a row", len(row), 1, 1 << 40)
+        is_bf16 = row.dtype is torch.bfloat16
+        address = address_of(row, torch.bfloat16 if is_bf16 else torch.float32, (len(row),))
+        return self._functions.hfs_argmax(address, len(row), is_bf16)
 
     def most_probable(
         self, scores: Float[Tensor, "R N V"], count: int
     ) -> tuple[Float[Tensor, "R N K"], Int[Tensor, "R N K"]]:
         """`Kernel.most_probable` of `hf_speculate.verification`."""
         num_rows, num_nodes, width = scores.shape
-        probs = torch.empty(num_rows, num_nodes, count)
-        columns = torch.empty(num_rows, num_nodes, count, dtype=torch.long)
-        place = scores.data_ptr(), num_rows * num_nodes, scores.stride(1), width, scores.dtype is torch.bfloat16
-        results = probs.data_ptr(), columns.data_ptr()
+        probs = torch.empty(num_rows, num_nodes, count, dtype=torch.float32, device="cpu")
+        columns = torch.empty(num_rows, num_nodes, count, dtype=torch.long, device="cpu")
+        check_range("the number of tokens", count, 1, width)
+        is_bf16, between = scores.dtype is torch.bfloat16, scores.stride(1)
+        inner = (between, 1) if num_rows == 1 else (num_nodes * between, between, 1)
+        address = address_of_strided(scores, torch.bfloat16 if is_bf16 else torch.float32, scores.shape, inner)
+        place = address, num_rows * num_nodes, between, width, is_bf16
+        results = address_of(probs, torch.float32, probs.shape), address_of(columns, torch.long, probs.shape)
         self._functions.hfs_most_probable(*place, count, *results, torch.get_num_threads())
         return probs, columns
 
@@ -144,22 +167,23 @@ class Library:
         Sums are float32. So are the inputs where the CPU cannot multiply bfloat16.
         """
         is_bf16 = inputs.dtype is torch.bfloat16
+        dtype, (num_rows, in_features) = torch.bfloat16 if is_bf16 else torch.float32, inputs.shape
         values = (inputs if is_bf16 else inputs.float()).contiguous()
-        products = torch.empty(len(inputs), out_features, dtype=values.dtype)
+        products = torch.empty(num_rows, out_features, dtype=dtype, device="cpu")
         is_done = self._functions.hfs_multiply(
             self.kinds[block_type],
-            tiles.data_ptr(),
-            inputs.shape[1],
+            self.address_of_tiles(tiles, block_type, in_features, out_features),
+            in_features,
             out_features,
-            values.data_ptr(),
-            len(inputs),
-            products.data_ptr(),
+            address_of(values, dtype, (num_rows, in_features)),
+            num_rows,
+            address_of(products, dtype, (num_rows, out_features)),
             is_bf16,
             rounds,
             torch.get_num_threads(),
         )
         if not is_done:
-            raise MemoryError(f"no memory to multiply {len(inputs)} rows of {inputs.shape[1]}")
+            raise MemoryError(f"no memory to multiply {num_rows} rows of {in_features}")
         return products.to(inputs.dtype)
 
 

@@ -16,6 +16,7 @@ from hf_speculate.cache import PreallocatedLayer, SlidingLayer
 
 from . import binding
 from .layers import CallStructure, Entries, NativeLayers
+from .memory import check_range
 
 
 def appendable_layers(cache: Cache, windows: Sequence[int | None]) -> list[PreallocatedLayer]:
@@ -68,7 +69,7 @@ def make_room(
     """
     for layer in layers:
         if not layer.is_initialized or not layer.buffers:
-            like = torch.empty(*shape[:2], 0, shape[2], dtype=dtype)
+            like = torch.empty(*shape[:2], 0, shape[2], dtype=dtype, device="cpu")
             layer.lazy_initialization(like, like)
         elif not all(_fits(states, shape, dtype) for states in layer.buffers):
             return None
@@ -128,6 +129,8 @@ class Room:
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Moves entries in all layers (`cache.Mover`)."""
         count, batch_size = len(sources), len(self.buffers[0].keys)
+        for place in (*sources, *destinations):
+            check_range("an entry's place", place, 0, self.call.capacity - 1)
         places = ctypes.c_int64 * count
         binding.library().move(ctypes.addressof(self.call), batch_size, places(*sources), places(*destinations), count)
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from . import binding
 from .growth import NativeGrowth
 from .layer_parts import matrix_of, rounded, rounds_inputs
-from .layers import CallStructure
+from .layers import CallStructure, addresses_of_sight
+from .memory import address_of, address_of_table, check_range
 from .modules import PackedMatrix
 from .ranking import NativeRanking, RankingStructure, Sampling
 from .rounded import RoundedMatrix
@@ -44,6 +45,7 @@ class _DraftStructure(ctypes.Structure):
         *fields(ctypes.c_int64, "num_features"),
         *(("features", ctypes.c_void_p * _MOST_FEATURES), ("fusing", MatrixStructure), ("joining", MatrixStructure)),
         *fields(ctypes.c_void_p, "root", "offsets", "runs"),
+        ("num_positions", ctypes.c_int64),
         ("goes_on", _Ask),
     ]
 
@@ -69,15 +71,18 @@ class PendingEntries:
             return None
         return forward.matrix()
 
-    def fill(self, draft: _DraftStructure) -> None:
-        draft.num_pending, draft.pending_tokens = self.tokens.shape[1], self.tokens.data_ptr()
+    def fill(self, draft: _DraftStructure, dtype: torch.dtype, hidden: int) -> None:
+        size = self.tokens.shape
+        draft.num_pending, draft.pending_tokens = size[1], address_of(self.tokens, torch.long, size)
         if self.fusing is None:
-            draft.pending_states = self.features[0].data_ptr()
+            draft.pending_states = address_of(self.features[0], dtype, (*size, hidden))
             return
         draft.num_features = len(self.features)
+        check_range("the width of fused features", self.fusing.out_features, hidden, hidden)
+        width = self.fusing.in_features // len(self.features)
         for index, states in enumerate(self.features):
-            draft.features[index] = states.data_ptr()
-        fill_matrix(draft.fusing, self.fusing)
+            draft.features[index] = address_of(states, dtype, (*size, width))
+        fill_matrix(draft.fusing, self.fusing, dtype)
 
 
 @dataclass(frozen=True)
@@ -133,19 +138,12 @@ class NativeDraft:
         """
         kept = [noise(0)]  # noise of the level to be ranked next, kept alive for the kernel
         layers = self.rows.layers.call(self.rows.buffers)
-        draft = _DraftStructure(layers=layers, ranking=self.ranking.call(kept[0], sampling))
+        draft = _DraftStructure(layers=layers, ranking=self.ranking.call(kept[0], sampling, len(root)))
         if not fill_embeddings(draft.embeddings, self.embeddings, root.dtype):
             return False
-        draft.growth, draft.root, draft.positions = growth.address, root.data_ptr(), positions.data_ptr()
-        draft.cos, draft.sin = (part.data_ptr() for part in self.angles)
-        draft.offsets, draft.runs = (part.data_ptr() for part in self.rows.sight_before)
-        # any address: it only requests normed states
-        draft.ranking.normed = root.data_ptr() if self.ranking.feeds_back_normed else None
-        draft.layers.num_keys = self.rows.num_before
-        if self.joining is not None:
-            fill_matrix(draft.joining, self.joining)
+        self._place(draft, layers, growth, root, positions)
         if pending is not None:
-            pending.fill(draft)
+            pending.fill(draft, root.dtype, self.rows.layers.hidden)
             draft.layers.num_keys -= draft.num_pending
         errors: list[BaseException] = []
 
@@ -155,7 +153,7 @@ class NativeDraft:
                 found = noise(level) if is_wanted else None
                 if found is not None:
                     kept[0] = found
-                    draft.ranking.log_noise = found.data_ptr()
+                    self.ranking.set_noise(draft.ranking, found, len(root))
                 return is_wanted
             except BaseException as error:  # an exception cannot pass through the kernel
                 errors.append(error)
@@ -172,6 +170,29 @@ class NativeDraft:
                 f"Out of memory: {growth.values.numel()} rows after {self.rows.num_before} cached tokens."
             )
         return bool(done)
+
+    def _place(
+        self, draft: _DraftStructure, layers: CallStructure, growth: NativeGrowth, root: Tensor, positions: Tensor
+    ) -> None:
+        """Sets the addresses of trees, states, angles and of what is seen before; raises `WrongBufferError`."""
+        (batch_size, width, depth), hidden = growth.size, self.rows.layers.hidden
+        dtype, head_dim = self.rows.layers.dtype, self.rows.layers.heads[1]
+        layers.check_rows(batch_size, width, self.rows.num_before + width * (depth - 1))
+        growth.check_columns(draft.ranking.num_columns)
+        check_range("the width of embeddings", draft.embeddings.in_features, hidden, hidden)
+        check_range("the width of ranked states", draft.ranking.output.in_features, hidden, hidden)
+        draft.growth, draft.root = growth.address, address_of(root, dtype, (batch_size, hidden))
+        draft.positions = address_of(positions, torch.long, (batch_size,))
+        draft.num_positions = min(map(len, self.angles))
+        table = dtype, draft.num_positions, head_dim
+        draft.cos, draft.sin = (address_of_table(part, *table) for part in self.angles)
+        draft.offsets, draft.runs = addresses_of_sight(self.rows.sight_before, batch_size)
+        # any address: it only requests normed states
+        draft.ranking.normed = draft.root if self.ranking.feeds_back_normed else None
+        draft.layers.num_keys = self.rows.num_before
+        if self.joining is not None:
+            check_range("the width of joined states", self.joining.in_features, 2 * hidden, 2 * hidden)
+            fill_matrix(draft.joining, self.joining, dtype)
 
 
 @contextmanager

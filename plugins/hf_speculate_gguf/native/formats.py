@@ -29,7 +29,7 @@ class BlockFormat:
         """The weights of R rows of blocks, in float32."""
         num_columns = rows.shape[1] // self.block_bytes * self.block_size
         if not len(rows):
-            return torch.empty(0, num_columns, device=rows.device)
+            return torch.empty(0, num_columns, device=rows.device, dtype=torch.float32)
         if self.number in _FIVE_BITS:
             values = _five_bits(rows.reshape(-1, self.block_bytes), *_FIVE_BITS[self.number])
         else:

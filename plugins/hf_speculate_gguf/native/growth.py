@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import binding
+from .memory import address_of, check_range
 from .weights import fields
 
 
@@ -36,31 +37,47 @@ class NativeGrowth:
     """
 
     def __init__(self, batch_size: int, width: int, depth: int, token_ids: Int[Tensor, " W"] | None):
+        check_range("the width of a tree", width, 1, MOST_WIDTH)
+        check_range("the depth of a tree", depth, 1, MOST_WIDTH)
         self.depth = depth
         pool_room = width + (depth - 1) * width**2
-        self.values, self._pool_values = torch.empty(batch_size, width), torch.empty(batch_size, pool_room)
-        self._tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long)
-        self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long)
-        self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long)
+        self.values, self._pool_values = (
+            torch.empty(batch_size, width, dtype=torch.float32, device="cpu"),
+            torch.empty(batch_size, pool_room, dtype=torch.float32, device="cpu"),
+        )
+        self._tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long, device="cpu")
+        self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long, device="cpu")
+        self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long, device="cpu")
         self._token_ids = token_ids
         self._structure = GrowthStructure(
             batch_size=batch_size,
             width=width,
             depth=depth,
-            token_ids=None if token_ids is None else token_ids.data_ptr(),
-            pool_values=self._pool_values.data_ptr(),
-            pool_tokens=self._pool_tokens.data_ptr(),
-            pool_parents=self._pool_parents.data_ptr(),
-            values=self.values.data_ptr(),
-            tokens=self._tokens.data_ptr(),
-            previous=self.previous.data_ptr(),
-            in_pool=self._in_pool.data_ptr(),
-            run_parents=self._run_parents.data_ptr(),
+            token_ids=None if token_ids is None else address_of(token_ids, torch.long, (len(token_ids),)),
+            pool_values=address_of(self._pool_values, torch.float32, (batch_size, pool_room)),
+            pool_tokens=address_of(self._pool_tokens, torch.long, (batch_size, pool_room)),
+            pool_parents=address_of(self._pool_parents, torch.long, (batch_size, pool_room)),
+            values=address_of(self.values, torch.float32, (batch_size, width)),
+            tokens=address_of(self._tokens, torch.long, (batch_size, width)),
+            previous=address_of(self.previous, torch.long, (batch_size, width)),
+            in_pool=address_of(self._in_pool, torch.long, (batch_size, width)),
+            run_parents=address_of(self._run_parents, torch.long, (batch_size, depth, width)),
         )
 
     @property
     def address(self) -> int:
         return ctypes.addressof(self._structure)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Batch size, width and depth."""
+        return self._structure.batch_size, self._structure.width, self.depth
+
+    def check_columns(self, num_columns: int) -> None:
+        """Raises `WrongBufferError` unless all of the ranked columns have a token id, and a level its children."""
+        check_range("the number of ranked tokens", num_columns, self._structure.width, 1 << 40)
+        if self._token_ids is not None:
+            check_range("the number of token ids", len(self._token_ids), num_columns, 1 << 40)
 
     @property
     def num_levels(self) -> int:
@@ -73,10 +90,11 @@ class NativeGrowth:
         structure = self._structure
         size = structure.width + (self.num_levels - 1) * structure.width**2
         count = min(most, size)
-        tokens, parents = torch.empty(2, structure.batch_size, count + 1, dtype=torch.long)
+        tokens, parents = torch.empty(2, structure.batch_size, count + 1, dtype=torch.long, device="cpu")
         tokens[:, 0] = root_ids
-        values = torch.empty(tokens.shape)
-        pointers = tokens.data_ptr(), parents.data_ptr(), values.data_ptr()
+        values = torch.empty(tokens.shape, dtype=torch.float32, device="cpu")
+        kinds = (tokens, torch.long), (parents, torch.long), (values, torch.float32)
+        pointers = [address_of(tensor, dtype, (structure.batch_size, count + 1)) for tensor, dtype in kinds]
         if not binding.library().cut(self.address, count, *pointers):
             raise MemoryError(f"no memory for a tree of {size} candidates")
         return tokens, parents, values

@@ -23,7 +23,8 @@ from hf_speculate.models import GenerativeModel
 
 from . import binding
 from .backends import NativeBackend
-from .layers import MOST_ROWS, find_sight
+from .layers import MOST_ROWS, addresses_of_sight, find_sight
+from .memory import address_of, address_of_strided, check_range
 from .modules import PackedMatrix, Projection
 from .weights import fields
 
@@ -129,7 +130,7 @@ class DeltaForward:
             layer: Any = cache.layers[net.layer_idx]
             return layer.conv_states[0], layer.recurrent_states[0]
         inputs = hidden.new_zeros(size, net.conv_dim, net.conv_kernel_size)
-        states = torch.zeros(size, net.num_v_heads, net.head_k_dim, net.head_v_dim)
+        states = torch.zeros(size, net.num_v_heads, net.head_k_dim, net.head_v_dim, dtype=torch.float32, device="cpu")
         if cache is None:
             return inputs, states
         cache.update_conv_state(inputs, net.layer_idx)
@@ -165,23 +166,32 @@ def _advance(
     outputs: Tensor | None = None,
 ) -> None:
     """Advances the states of a net by the first `count` tokens [B, N], and writes their outputs."""
-    (mixed, strengths, steps), (last, recurrent) = inputs, states
+    (mixed, strengths, steps), (last, recurrent), sizes = inputs, states, _sizes(net)
+    dtype, (batch_size, row_tokens, _) = mixed.dtype, mixed.shape
+    check_range("the number of tokens", count, 0, row_tokens)
+    heads, key_size, value_size = sizes["value_heads"], sizes["key_size"], sizes["value_size"]
+    channels = 2 * sizes["key_heads"] * key_size + heads * value_size
+
+    def of_tokens(tensor: Tensor, width: int, stride: int) -> int:
+        """The address of a vector for each token; tokens of all texts lie `stride` values apart."""
+        return address_of_strided(tensor, dtype, (batch_size, row_tokens, width), (row_tokens * stride, stride, 1))
+
     delta = _DeltaStructure(
-        mixed=mixed.data_ptr(),
-        strengths=strengths.data_ptr(),
-        steps=steps.data_ptr(),
+        mixed=of_tokens(mixed, channels, mixed.stride(1)),
+        strengths=of_tokens(strengths, heads, strengths.stride(1)),
+        steps=of_tokens(steps, heads, strengths.stride(1)),
         mixed_stride=mixed.stride(1),
         head_stride=strengths.stride(1),
-        row_tokens=mixed.shape[1],
-        kernel=net.conv1d.weight.data_ptr(),
-        log_rates=net.A_log.data_ptr(),
-        time_steps=net.dt_bias.data_ptr(),
-        inputs=last.data_ptr(),
-        states=recurrent.data_ptr(),
-        y=0 if outputs is None else outputs.data_ptr(),
-        batch_size=len(mixed),
+        row_tokens=row_tokens,
+        kernel=address_of(net.conv1d.weight, dtype, (channels, 1, sizes["width"])),
+        log_rates=address_of(net.A_log, dtype, (heads,)),
+        time_steps=address_of(net.dt_bias, dtype, (heads,)),
+        inputs=address_of(last, dtype, (batch_size, channels, sizes["width"])),
+        states=address_of(recurrent, torch.float32, (batch_size, heads, key_size, value_size)),
+        y=0 if outputs is None else address_of(outputs, dtype, (batch_size, count, heads, value_size)),
+        batch_size=batch_size,
         num_tokens=count,
-        **_sizes(net),
+        **sizes,
         is_bf16=mixed.dtype is torch.bfloat16,
         threads=torch.get_num_threads(),
     )
@@ -208,14 +218,15 @@ def _attend(
         sight = find_sight(attention_mask, batch_size, num_queries, num_keys)
     if not is_known or (sight is None and (attention_mask is not None or num_queries not in (1, num_keys))):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
-    queries = query.transpose(1, 2).contiguous()
+    queries, dtype = query.transpose(1, 2).contiguous(), query.dtype
+    of_entries = (batch_size, key.shape[1], num_keys, head_dim), (*key.stride()[:2], head_dim, 1)
     # Cells of 32 columns lie together, as in the inputs of products.
     outputs = query.new_empty(heads * head_dim // binding.TILE_COLUMNS, batch_size * num_queries, binding.TILE_COLUMNS)
     call = _AttentionStructure(
-        queries=queries.data_ptr(),
-        keys=key.data_ptr(),
-        values=value.data_ptr(),
-        y=outputs.data_ptr(),
+        queries=address_of(queries, dtype, (batch_size, num_queries, heads, head_dim)),
+        keys=address_of_strided(key, dtype, *of_entries),
+        values=address_of_strided(value, dtype, *of_entries),
+        y=address_of(outputs, dtype, outputs.shape),
         batch_stride=key.stride(0),
         head_stride=key.stride(1),
         batch_size=batch_size,
@@ -224,12 +235,12 @@ def _attend(
         heads=heads,
         kv_heads=key.shape[1],
         head_dim=head_dim,
-        is_bf16=query.dtype is torch.bfloat16,
+        is_bf16=dtype is torch.bfloat16,
         threads=torch.get_num_threads(),
         scale=scaling,
     )
     if sight is not None:
-        call.offsets, call.runs = sight[0].data_ptr(), sight[1].data_ptr()
+        call.offsets, call.runs = addresses_of_sight(sight, batch_size * num_queries)
     if not binding.library().attend(ctypes.addressof(call)):
         raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
     return outputs.transpose(0, 1).reshape(batch_size, num_queries, heads, head_dim), None

@@ -67,7 +67,11 @@ class Inputs:
     def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
         """The rows of the forward; None if the kernel does not take these positions or masks."""
         (batch_size, count), past = self.ids.shape, room.length
-        positions = torch.arange(past, past + count)[None] if self.positions is None else self.positions
+        positions = (
+            torch.arange(past, past + count, dtype=torch.long, device="cpu")[None]
+            if self.positions is None
+            else self.positions
+        )
         if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
             return None
         if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
@@ -114,7 +118,7 @@ class Inputs:
             return mask if mask is None or is_alone else {}
         if mask.shape[1] == num_keys and bool(mask.all()):
             return None
-        like = torch.empty(*self.ids.shape, 0, dtype=config.dtype)
+        like = torch.empty(*self.ids.shape, 0, dtype=config.dtype, device="cpu")
         return LAYER_TYPES[layer_type](
             config=config, inputs_embeds=like, attention_mask=mask, position_ids=positions, **as_cache(cache)
         )

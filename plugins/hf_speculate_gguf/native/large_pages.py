@@ -15,6 +15,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from . import binding
+from .memory import address_of
 
 
 # Bytes allocated at a time. Unused ones are never touched.
@@ -26,7 +27,7 @@ class _Chunks:
     """Memory that several matrices share."""
 
     def __init__(self) -> None:
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
 
     def take(self, size: int) -> UInt8[Tensor, " size"]:
         if self._used + size > len(self._chunk):
@@ -57,6 +58,6 @@ def zeros(num_rows: int, row_bytes: int) -> UInt8[Tensor, "rows bytes"]:
 
 def _own(size: int) -> UInt8[Tensor, " size"]:
     """New memory. It was not written to yet: the system assigns large pages at the first write."""
-    memory = torch.empty(size, dtype=torch.uint8)
-    binding.library().ask_for_large_pages(memory.data_ptr(), size)
+    memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+    binding.library().ask_for_large_pages(address_of(memory, torch.uint8, (size,)), size)
     return memory

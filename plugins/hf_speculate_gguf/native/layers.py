@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import binding
 from .layer_parts import LayerParts, matrix_of
+from .memory import address_of, address_of_strided, check_range
 from .modules import Projection
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 
@@ -50,6 +51,8 @@ class CallStructure(ctypes.Structure):
     """`Call` of the kernel."""
 
     kept: Any  # objects that the structure points to, kept alive
+    num_texts: int  # number of texts that the cache has memory for
+    capacity: int  # number of entries that it has memory for in each text
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "second", "y"),
         *fields(ctypes.c_int64, "num_layers"),
@@ -63,15 +66,27 @@ class CallStructure(ctypes.Structure):
         *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
     ]
 
-    def see(self, sights: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+    def check_rows(self, batch_size: int, num_queries: int, num_keys: int) -> None:
+        """Raises `WrongBufferError` unless the cache has memory for these texts, with the entries of their queries."""
+        check_range("the number of texts", batch_size, 1, self.num_texts)
+        check_range("the number of entries", num_keys, num_queries, self.capacity)
+        check_range("the number of rows", batch_size * num_queries, 1, MOST_ROWS)
+
+    def see(self, sights: Sequence[tuple[Tensor, Tensor] | None], num_rows: int) -> None:
         """Sets the entries that queries see, for each type of layer (`NativeLayers.run`)."""
         for number, sight in enumerate(sights):
             if sight is not None:
-                self.offsets[number], self.runs[number] = sight[0].data_ptr(), sight[1].data_ptr()
+                self.offsets[number], self.runs[number] = addresses_of_sight(sight, num_rows)
 
 
 Sight = tuple[Tensor, Tensor] | None
 """The entries that each query sees, as runs (`find_sight`). None: all entries up to its own, or those of its window."""
+
+
+def addresses_of_sight(sight: tuple[Tensor, Tensor], num_rows: int) -> tuple[int, int]:
+    """The addresses of the offsets and of the runs of this many queries."""
+    offsets, runs = sight
+    return address_of(offsets, torch.int32, (num_rows + 1,)), address_of(runs, torch.int32, (len(runs), 2))
 
 
 class Entries(NamedTuple):
@@ -86,20 +101,39 @@ class Entries(NamedTuple):
     values: Tensor
     origin: int = 0
 
-    def address(self, states: Tensor) -> int:
-        """The address that the text's first entry would have."""
-        return states.data_ptr() - self.origin * states.stride(2) * states.itemsize
+    @property
+    def capacity(self) -> int:
+        """The number of entries of a text up to the end of the memory."""
+        return self.origin + self.keys.shape[2]
+
+    def addresses(self, dtype: torch.dtype, heads: tuple[int, int]) -> tuple[int, int]:
+        """The addresses that the text's first key and value would have.
+
+        Args:
+            heads: number of KV heads, and their size.
+        """
+        (batch_size, _, capacity, _), (kv_heads, size) = self.keys.shape, heads
+        shape, strides = (batch_size, kv_heads, capacity, size), (*self.keys.stride()[:2], size, 1)
+        skipped = self.origin * size * dtype.itemsize
+        keys, values = (address_of_strided(states, dtype, shape, strides) for states in (self.keys, self.values))
+        return keys - skipped, values - skipped
 
 
 class NativeLayer:
     """The weights of one decoder layer at their present addresses, in the kernel's structure at `address`."""
 
-    def __init__(self, parts: LayerParts):
+    def __init__(self, parts: LayerParts, dtype: torch.dtype):
+        sizes, self._dtype = parts.sizes, dtype
+        widths = {"q_norm": sizes["head_dim"], "k_norm": sizes["head_dim"]}
+        norms = {
+            name: address_of(norm.weight, dtype, (widths.get(name, sizes["hidden"]),))
+            for name, norm in parts.norms.items()
+        }
         self._layer = _LayerStructure(
-            **parts.sizes,
+            **sizes,
             eps=parts.eps,
             scale=parts.scale,
-            **{name: norm.weight.data_ptr() for name, norm in parts.norms.items()},
+            **norms,
             norm_shift=parts.norm_shift,
             gelu=parts.gelu,
             type=parts.window is not None,
@@ -125,7 +159,7 @@ class NativeLayer:
             matrix = matrix_of(projection)
             assert matrix is not None
             if matrix not in columns:
-                fill_matrix(places[len(columns)], matrix)
+                fill_matrix(places[len(columns)], matrix, self._dtype)
                 columns[matrix] = width
                 width += matrix.out_features
             if field:
@@ -138,17 +172,21 @@ class NativeLayers:
 
     Attributes:
         dtype: dtype of states and caches.
+        hidden: width of the states.
         rounds: whether inputs of packed matrices are rounded to bytes.
         heads: number of KV heads, and their size.
         windows: window of each layer (`LayerParts`).
     """
 
     def __init__(self, layers: Sequence[LayerParts]):
-        self._layers = [NativeLayer(layer) for layer in layers]
-        self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self._weights = WeightsInPlace([module for layer in layers for module in layer.modules])
+        dtype = layers[0].dtype()
+        assert dtype is not None
+        self.dtype = dtype
+        self._layers = [NativeLayer(layer, dtype) for layer in layers]
+        self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
         self.rounds = layers[0].rounds() or False
-        self.dtype = self._weights.dtype
+        self.hidden = layers[0].sizes["hidden"]
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
         self.windows = [layer.window for layer in layers]
         self._window = max((window for window in self.windows if window is not None), default=0)
@@ -177,12 +215,16 @@ class NativeLayers:
         """A call structure of these layers with a cache, but no rows. It keeps alive what it points to."""
         count, strides = len(self._layers), [entries.keys.stride() for entries in buffers]
         pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
+        check_range("the number of layers in the cache", len(buffers), count, count)
+        check_range("sizes of batches in the cache", len({len(entries.keys) for entries in buffers}), 1, 1)
+        addresses = [entries.addresses(self.dtype, self.heads) for entries in buffers]
         call = CallStructure(num_layers=count, layers=ctypes.addressof(self._addresses))
+        call.num_texts, call.capacity = len(buffers[0].keys), min(entries.capacity for entries in buffers)
         call.kept = (
             self,
             (
-                pointers(*(entries.address(entries.keys) for entries in buffers)),
-                pointers(*(entries.address(entries.values) for entries in buffers)),
+                pointers(*(keys for keys, _ in addresses)),
+                pointers(*(values for _, values in addresses)),
                 sizes(*(stride[0] for stride in strides)),
                 sizes(*(stride[1] for stride in strides)),
             ),
@@ -210,16 +252,20 @@ class NativeLayers:
             num_keys: number of entries including those of the queries, which are the last ones.
             second: input that joining layers put before the states, contiguous; None if no layer does.
         """
-        batch_size, num_queries, _ = inputs.shape
+        (batch_size, num_queries, _), (cos, sin), call = inputs.shape, rotary, self.call(buffers)
+        shape, is_shared = (batch_size, num_queries, self.hidden), cos.shape[0] == 1
         outputs = inputs.new_empty(len(self._layers), *inputs.shape)
-        (cos, sin), call = rotary, self.call(buffers)
-        call.x, call.y = inputs.data_ptr(), outputs.data_ptr()
-        call.second = None if second is None else second.data_ptr()
+        call.x = address_of(inputs, self.dtype, shape)
+        call.y = address_of(outputs, self.dtype, (len(self._layers), *shape))
+        call.second = None if second is None else address_of(second, self.dtype, shape)
+        call.check_rows(batch_size, num_queries, num_keys)
         call.batch_size, call.num_queries, call.num_keys = batch_size, num_queries, num_keys
-        call.rotary_stride = 0 if cos.shape[0] == 1 else cos.stride(0)
+        call.rotary_stride = 0 if is_shared else cos.stride(0)
+        of_angles = (1 if is_shared else batch_size, num_queries, self.heads[1])
+        angles = address_of(cos, self.dtype, of_angles), address_of(sin, self.dtype, of_angles)
         for number in range(NUM_TYPES):
-            call.cos[number], call.sin[number] = cos.data_ptr(), sin.data_ptr()
-        call.see([sight] * NUM_TYPES)
+            call.cos[number], call.sin[number] = angles
+        call.see([sight] * NUM_TYPES, batch_size * num_queries)
         if not binding.library().run_layers(ctypes.addressof(call)):
             raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
         return outputs
@@ -240,20 +286,27 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int, h
     kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:
         return None
+    of_rows, _, given, columns = mask.shape
+    check_range("the rows of a mask", given, num_queries, 1 << 40)
+    check_range("the columns of a mask", columns, 0, num_keys)
+    shape = (of_rows if of_rows == 1 else batch_size, mask.shape[1], given, columns)
+    address = address_of_strided(mask, mask.dtype, shape)
     most = num_rows * (min(num_queries, MOST_ROWS) + _MOST_RUNS)
-    offsets, runs = torch.empty(num_rows + 1, dtype=torch.int32), torch.empty(most, 2, dtype=torch.int32)
+    offsets, runs = (
+        torch.empty(num_rows + 1, dtype=torch.int32, device="cpu"),
+        torch.empty(most, 2, dtype=torch.int32, device="cpu"),
+    )
     found = binding.library().find_runs(
-        mask.data_ptr(),
+        address,
         kind,
         0 if mask.shape[0] == 1 else mask.stride(0),
         mask.stride(2),
         batch_size,
         num_queries,
-        mask.shape[3],
+        columns,
         num_keys,
         hides_first,
-        offsets.data_ptr(),
-        runs.data_ptr(),
+        *addresses_of_sight((offsets, runs), num_rows),
         most,
     )
     return (offsets, runs) if found >= 0 else None

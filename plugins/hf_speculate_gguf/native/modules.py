@@ -306,4 +306,4 @@ def scaled(states: Tensor, factor: float) -> Tensor:
 
 def rounded_factor(factor: float, dtype: torch.dtype) -> float:
     """A factor as a number of this dtype."""
-    return torch.tensor(factor).to(dtype).item()
+    return torch.tensor(factor, dtype=torch.float32, device="cpu").to(dtype).item()

@@ -18,6 +18,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from . import binding
 from .layer_parts import matrix_of, rounded, rounds_inputs
+from .memory import address_of, check_range
 from .rounded_layers import RoundedForward
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 
@@ -82,9 +83,12 @@ class NativeRanking:
     ):
         self._weights = WeightsInPlace(_modules(matrix, norm))
         self.feeds_back_normed, self.num_columns = feeds_back_normed, num_columns or matrix.out_features
-        self._fixed = RankingStructure(norm=None if norm is None else norm.weight.data_ptr(), eps=eps)
+        check_range("the number of ranked tokens", self.num_columns, 1, matrix.out_features)
+        self._fixed = RankingStructure(eps=eps)
+        if norm is not None:
+            self._fixed.norm = address_of(norm.weight, dtype, (matrix.in_features,))
         self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
-        fill_matrix(self._fixed.output, matrix)
+        fill_matrix(self._fixed.output, matrix, dtype)
 
     @classmethod
     def of(
@@ -120,7 +124,7 @@ class NativeRanking:
         """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""
         return self._weights.are_current()
 
-    def call(self, log_noise: Float[Tensor, "B C"] | None, sampling: Sampling) -> RankingStructure:
+    def call(self, log_noise: Float[Tensor, "B C"] | None, sampling: Sampling, batch_size: int) -> RankingStructure:
         """A call structure without states.
 
         Args:
@@ -130,10 +134,16 @@ class NativeRanking:
         """
         call = RankingStructure.from_buffer_copy(self._fixed)  # a copy, because threads share a head
         call.temperature, call.top_p, call.min_p = sampling.temperature, sampling.top_p, sampling.min_p
-        call.log_noise = None if log_noise is None else log_noise.data_ptr()
         call.num_columns = self.num_columns if log_noise is None else log_noise.shape[-1]
+        self.set_noise(call, log_noise, batch_size)
         call.top_k, call.threads = sampling.top_k, torch.get_num_threads()
         return call
+
+    @staticmethod
+    def set_noise(call: RankingStructure, log_noise: Float[Tensor, "B C"] | None, batch_size: int) -> None:
+        """Sets the log noise of the next level, as wide as that of the first."""
+        if log_noise is not None:
+            call.log_noise = address_of(log_noise, torch.float32, (batch_size, call.num_columns))
 
 
 def _modules(matrix: nn.Module, norm: nn.Module | None) -> list[nn.Module]:

@@ -103,8 +103,8 @@ def tree_rows(
         return None
     num_before = cache_layers[0].get_seq_length() + num_pending
     if visible is None:
-        everything = torch.tensor([[0, num_before]] * batch_size, dtype=torch.int32)
-        sight = torch.tensor(range(batch_size + 1), dtype=torch.int32), everything
+        everything = torch.tensor([[0, num_before]] * batch_size, dtype=torch.int32, device="cpu")
+        sight = torch.tensor(range(batch_size + 1), dtype=torch.int32, device="cpu"), everything
     else:
         sight = find_sight(visible[:, None, None], batch_size, 1, num_before)
     buffers = make_room(cache_layers, num_pending + width * num_levels, (batch_size, *layers.heads), layers.dtype)

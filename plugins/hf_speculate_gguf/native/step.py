@@ -17,6 +17,7 @@ from torch import Tensor
 from . import binding
 from .layer_parts import LayerParts, epsilon_of, matrix_of, rounds_inputs, shift_of
 from .layers import MOST_ROWS, NUM_TYPES, CallStructure, Entries, NativeLayers, Sight
+from .memory import address_of, address_of_table, place_of
 from .modules import PackedMatrix, rounded_factor
 from .weights import (
     MatrixStructure,
@@ -57,10 +58,14 @@ class AngleTable:
         prefix, named = ("", ()) if layer_type is None else (f"{layer_type}_", (layer_type,))
         frequencies, scaling = (getattr(rotary, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
         version = None if frequencies.is_inference() else frequencies._version
-        made_of = id(frequencies), frequencies.data_ptr(), version, scaling, dtype
+        made_of = id(frequencies), place_of(frequencies), version, scaling, dtype
         if self._table is None or self._made_of != made_of or len(self._table[0]) < needed:
             with torch.no_grad():
-                cos, sin = rotary(torch.empty(0, dtype=dtype), torch.arange(max(2 * needed, 1024))[None], *named)
+                cos, sin = rotary(
+                    torch.empty(0, dtype=dtype, device="cpu"),
+                    torch.arange(max(2 * needed, 1024), dtype=torch.long, device="cpu")[None],
+                    *named,
+                )
             self._table, self._made_of = (cos[0].contiguous(), sin[0].contiguous()), made_of
         return self._table
 
@@ -164,10 +169,11 @@ class NativeStep:
         self.layers = layers
         self._hidden, self._num_columns = embeddings.embedding_dim, output.out_features
         self._weights = WeightsInPlace([embeddings, norm, output])
-        self._fixed = _StepStructure(norm=norm.weight.data_ptr(), eps=epsilon_of(norm), norm_shift=shift_of(norm))
+        self._fixed = _StepStructure(eps=epsilon_of(norm), norm_shift=shift_of(norm))
+        self._fixed.norm = address_of(norm.weight, layers.dtype, (layers.hidden,))
         self._fixed.embedding_scale = rounded_factor(scale_of(embeddings), layers.dtype)
         fill_embeddings(self._fixed.embeddings, embeddings, layers.dtype, are_scaled=True)
-        fill_matrix(self._fixed.output, output)
+        fill_matrix(self._fixed.output, output, layers.dtype)
 
     @classmethod
     def of(cls, layers: Sequence[LayerParts | None], embeddings: Any, norm: Any, output: Any) -> NativeStep | None:
@@ -215,21 +221,27 @@ class NativeStep:
 
     def _run(self, rows: TextRows, angles: Sequence[Angles]) -> Scored | None:
         size, dtype = rows.tokens.shape, self.layers.dtype
-        states = torch.empty(len(self.layers) + 1, *size, self._hidden, dtype=dtype)
-        normed = torch.empty(*size, self._hidden, dtype=dtype)
-        logits = torch.empty(size[0], rows.num_scored, self._num_columns, dtype=dtype)
+        of_states, of_logits = (*size, self._hidden), (size[0], rows.num_scored, self._num_columns)
+        states = torch.empty(len(self.layers) + 1, *of_states, dtype=dtype, device="cpu")
+        normed = torch.empty(of_states, dtype=dtype, device="cpu")
+        logits = torch.empty(of_logits, dtype=dtype, device="cpu")
+        rows.call.check_rows(size[0], size[1], rows.num_keys)
         step = _StepStructure.from_buffer_copy(self._fixed)
         step.layers = rows.call
-        step.layers.x, step.layers.y = states.data_ptr(), states.data_ptr() + normed.nbytes
         step.layers.batch_size, step.layers.num_queries = size
         step.layers.num_keys = rows.num_keys
-        step.layers.see(rows.sights)
-        step.tokens, step.positions = rows.tokens.data_ptr(), rows.positions.data_ptr()
+        step.layers.see(rows.sights, size.numel())
+        step.layers.x = address_of(states, dtype, states.shape)
+        step.layers.y = step.layers.x + normed.nbytes
+        step.tokens = address_of(rows.tokens, torch.long, size)
+        step.positions = address_of(rows.positions, torch.long, size)
+        step.num_positions = num_positions(angles)
         for number, of_type in enumerate(angles):
             if of_type is not None:
-                step.cos[number], step.sin[number] = of_type[0].data_ptr(), of_type[1].data_ptr()
-        step.num_positions = num_positions(angles)
-        step.normed, step.logits, step.num_scored = normed.data_ptr(), logits.data_ptr(), rows.num_scored
+                table = dtype, step.num_positions, self.layers.heads[1]
+                step.cos[number], step.sin[number] = (address_of_table(part, *table) for part in of_type)
+        step.normed, step.logits = address_of(normed, dtype, of_states), address_of(logits, dtype, of_logits)
+        step.num_scored = rows.num_scored
         done = binding.library().step(ctypes.addressof(step))
         if done < 0:
             raise MemoryError(f"Out of memory: {rows.tokens.numel()} rows after {rows.num_keys} cached tokens.")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from . import binding
+from .formats import FORMATS
+from .memory import address_of, place_of
 from .modules import PackedEmbedding, PackedMatrix, ScaledEmbedding
 from .rounded import RoundedMatrix
 
@@ -29,15 +31,18 @@ class MatrixStructure(ctypes.Structure):
     ]
 
 
-def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear) -> None:
-    """Fills the structure for a matrix from `matrix_of`."""
-    is_packed = isinstance(matrix, PackedMatrix)
-    weight: Any = matrix.packed if is_packed else matrix.weight
-    place.kind = binding.library().kinds[matrix.block_type if is_packed else binding.DENSE_KINDS[weight.dtype]]
-    place.in_features, place.out_features = matrix.in_features, matrix.out_features
-    place.tiles = weight.data_ptr()
+def fill_matrix(place: MatrixStructure, matrix: PackedMatrix | nn.Linear, dtype: torch.dtype) -> None:
+    """Fills the structure for a matrix from `matrix_of`, in a call whose states have this dtype."""
+    library, size = binding.library(), (matrix.out_features, matrix.in_features)
+    if isinstance(matrix, PackedMatrix):
+        place.kind = library.kinds[matrix.block_type]
+        place.tiles = library.address_of_tiles(matrix.packed, matrix.block_type, size[1], size[0])
+    else:
+        place.kind = library.kinds[binding.DENSE_KINDS[dtype]]
+        place.tiles = address_of(matrix.weight, dtype, size)
+    place.out_features, place.in_features = size
     if matrix.bias is not None:
-        place.bias = matrix.bias.data_ptr()
+        place.bias = address_of(matrix.bias, dtype, size[:1])
 
 
 def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtype, are_scaled: bool = False) -> bool:
@@ -54,7 +59,11 @@ def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtyp
     if not weight.is_cpu or not weight.is_contiguous() or found is not dtype:
         return False
     place.kind = binding.library().kinds[of.block_type if is_packed else binding.DENSE_KINDS[dtype]]
-    place.in_features, place.out_features, place.tiles = of.embedding_dim, of.num_embeddings, weight.data_ptr()
+    place.out_features, place.in_features = size = of.num_embeddings, of.embedding_dim
+    if is_packed:
+        blocks = FORMATS[of.block_type]
+        size = size[0], size[1] // blocks.block_size * blocks.block_bytes
+    place.tiles = address_of(weight, torch.uint8 if is_packed else dtype, size)
     return True
 
 
@@ -110,7 +119,7 @@ class WeightsInPlace:
     def _read(self) -> list[int]:
         """The addresses of the weights, and their version counters where writes matter."""
         tensors = [tensor for tensor in self._tensors if tensor is not None]
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = [place_of(tensor) for tensor in tensors]
         if not self._counts_writes:
             return pointers
         return pointers + [tensor._version for tensor in tensors if not tensor.is_inference()]

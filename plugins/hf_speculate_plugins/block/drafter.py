@@ -70,7 +70,7 @@ class BlockSession(HeadSession[BlockHead]):
             count = tokens.shape[1]
             text = torch.cat([tokens[:, :1], self._request.input_ids.to(tokens.device)], dim=1)
             last = text[:, max(-count, -text.shape[1]), None].expand(-1, 2)
-        ends = to_device(lengths, tokens.device)[:, None] + torch.arange(2, device=tokens.device)
+        ends = to_device(lengths, tokens.device)[:, None] + torch.arange(2, device=tokens.device, dtype=torch.long)
         return torch.cat([last, tokens], dim=1).gather(1, ends)
 
     def _left(self, reading: Reading) -> Reading:

@@ -204,14 +204,14 @@ class LatticeHead(nn.Module):
 
     def features(self, log_probs: Float[Tensor, "B S K"]) -> Float[Tensor, "B S K 5"]:
         """Log-probability, probability, distance to the slot's best, rank from 0 to 1, and 1 for the best."""
-        ranks = torch.arange(log_probs.shape[-1], device=log_probs.device)
+        ranks = torch.arange(log_probs.shape[-1], device=log_probs.device, dtype=torch.long)
         of_rank = ranks / max(len(ranks) - 1, 1), (ranks == 0).float()
         alone = log_probs, log_probs.exp(), log_probs - log_probs[..., :1]
         return torch.stack([*alone, *(each.expand_as(log_probs) for each in of_rank)], dim=-1)
 
     def _bias(self) -> Float[Tensor, "heads N N"]:
         """The bias of attention between cells: a value for the distance of their slots, and one within a slot."""
-        slots = torch.arange(self.slot_embedding.shape[2], device=self.slot_embedding.device)
+        slots = torch.arange(self.slot_embedding.shape[2], device=self.slot_embedding.device, dtype=torch.long)
         apart = slots[:, None] - slots
         bias = self.relative_slot_bias[:, apart + len(slots)] + self.same_slot_bias[:, None, None] * (apart == 0)
         count = self.sizes.candidate_topk

@@ -47,11 +47,13 @@ class PlainSteps:
     @torch.no_grad()
     def context(self, features: Sequence[Float[Tensor, "B J Ht"]], lengths: Sequence[int]) -> None:
         """Commits the features of the first `lengths[r]` tokens of each row."""
-        positions = self._reading.positions_at(torch.arange(features[0].shape[1])[None])
+        positions = self._reading.positions_at(torch.arange(features[0].shape[1], dtype=torch.long, device="cpu")[None])
         head = self._loaded.head
         states = append_context(head, self._reading.cache.cache, head.join(features), positions)
         if head.spec.lattice is not None:
-            self.last = last_states(states, to_device(torch.tensor(lengths), head.device), self.last)
+            self.last = last_states(
+                states, to_device(torch.tensor(lengths, dtype=torch.long, device="cpu"), head.device), self.last
+            )
         self._reading.keep(lengths)
 
     def settle(self) -> None:
@@ -84,7 +86,7 @@ def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"
 
 def block_place(head: BlockHead, reading: Reading) -> Place:
     """Positions and masks of the slots of a block after the entries that were read."""
-    positions = reading.positions_at(torch.arange(head.spec.block_size)[None])
+    positions = reading.positions_at(torch.arange(head.spec.block_size, dtype=torch.long, device="cpu")[None])
     return positions, block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
 
 
@@ -139,7 +141,7 @@ def block_draft(
 def _read_context(head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor]) -> Float[Tensor, "B J H"]:
     """Appends the features of a round, in each row at the end of its text; their states."""
     plan, features = inputs["plan"], inputs["features"]
-    steps, lengths = torch.arange(features.shape[1], device=plan.device), plan[:, _LENGTH]
+    steps, lengths = torch.arange(features.shape[1], device=plan.device, dtype=torch.long), plan[:, _LENGTH]
     slots = lengths.max() + steps
     states = append_context(head, static_cache(stacks, slots), features, plan[:, _POSITION, None] + steps)
     if len(plan) > 1:  # one row has them at their place already
@@ -162,7 +164,9 @@ def _run_block(
         lengths: entries of each row's text.
         positions: position of the next one.
     """
-    steps, entries = (torch.arange(n, device=prompt.device) for n in (head.spec.block_size, prompt.shape[1]))
+    steps, entries = (
+        torch.arange(n, device=prompt.device, dtype=torch.long) for n in (head.spec.block_size, prompt.shape[1])
+    )
     slots, places = positions[:, None] + steps, lengths.max() + steps
     seen_positions = entries + (positions - lengths)[:, None]
     masks = block_masks(head.spec, slots, seen_positions, text_entries(prompt, lengths), head.dtype, places)

@@ -135,7 +135,7 @@ def num_indexed(where: str, what: str, indices: Iterable[str], limit: int) -> in
 
 
 def _placeholder(shape: Sequence[int | None]) -> Tensor:
-    return torch.empty([size or 0 for size in shape], device="meta")
+    return torch.empty([size or 0 for size in shape], device="meta", dtype=torch.float32)
 
 
 def _fits(tensor: Tensor, shape: Sequence[int | None]) -> bool:

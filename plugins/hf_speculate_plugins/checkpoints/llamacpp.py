@@ -173,7 +173,7 @@ def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, M
         if entry.type in FORMATS and len(entry.shape) == 2:
             packed[ours] = Matrix((rows,))
     if "d2t" in tensors and not tensors["d2t"].is_floating_point():
-        tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
+        tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]), dtype=torch.long, device="cpu")
     file.check_unchanged()
     return config, tensors, packed
 
@@ -289,6 +289,6 @@ def _order(architecture: str, name: str, shape: Sequence[int], config: Mapping[s
 
 def _as_stored(architecture: str, name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
     if name == "d2t":
-        return tensor.long() + torch.arange(len(tensor))
+        return tensor.long() + torch.arange(len(tensor), dtype=torch.long, device="cpu")
     heads = _heads(architecture, name, config)
     return tensor if heads is None else interleaved(tensor, heads)

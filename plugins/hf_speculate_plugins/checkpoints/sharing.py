@@ -156,7 +156,7 @@ def _embedding_shape(module: Any) -> tuple[int, ...]:
 
 def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
     """Mean cosine of rows of a matrix and an embedding module's. The module is called, for it may be offloaded."""
-    rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024)).long()
+    rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024), dtype=torch.float32, device="cpu").long()
     device = next(theirs.parameters()).device
     found = theirs(rows if device.type == "meta" else rows.to(device))
     return float(torch.cosine_similarity(own[rows].float(), found.float().cpu(), dim=-1).mean().detach())
@@ -176,7 +176,7 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
     members = keys.optional_ids("t2d", (spec.vocab_size,))
     keys.check()
     if offsets is not None:
-        ids = torch.arange(spec.draft_vocab_size) + offsets.long()
+        ids = torch.arange(spec.draft_vocab_size, dtype=torch.long, device="cpu") + offsets.long()
     elif members is not None:
         ids = members.nonzero().flatten()
     else:
@@ -202,15 +202,17 @@ def draft_vocabulary(spec: HeadSpec, checkpoint: Checkpoint, keys: KeyAccount) -
             f"{checkpoint.folder}: d2t is zero everywhere, so draft ids are the target's first {len(offsets)}. It may "
             "never have been filled: `hf-speculate check` measures whether the head drafts as it should."
         )
-    is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(ids, torch.arange(spec.vocab_size))
+    is_whole = spec.draft_vocab_size == spec.vocab_size and torch.equal(
+        ids, torch.arange(spec.vocab_size, dtype=torch.long, device="cpu")
+    )
     return None if is_whole else ids
 
 
 def vocabulary_tensors(spec: HeadSpec, target_ids: Tensor | None) -> dict[str, Tensor]:
     """The tensors that `draft_vocabulary` reads: offsets and members, on the CPU. None: every token is its own."""
-    own = torch.arange(spec.draft_vocab_size)
+    own = torch.arange(spec.draft_vocab_size, dtype=torch.long, device="cpu")
     ids = own if target_ids is None else target_ids.cpu()
-    members = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    members = torch.zeros(spec.vocab_size, dtype=torch.bool, device="cpu")
     members[ids] = True
     return {"d2t": ids - own, "t2d": members}
 

@@ -110,28 +110,28 @@ class _Levels:
         """Scores of the root's children. Appends the committed tokens, in each row at the end of its text."""
         plan, device = self.plan, self.plan.device
         tokens, counts = plan[:, _TOKENS:], plan[:, _COUNT]
-        steps = torch.arange(tokens.shape[1], device=device)
+        steps = torch.arange(tokens.shape[1], device=device, dtype=torch.long)
         slots = self.lengths.max() + steps
         causal = (steps[:, None] >= steps)[None]
         logits = self._run(tokens, self.positions[:, None] + steps, slots, slots, causal)
         if len(plan) > 1:  # one row has its entries at their place already
             Along(steps.expand_as(tokens), counts).move(self.stacks, slots[0], self.lengths)
         self.lengths, self.positions = self.lengths + counts, self.positions + counts
-        last = logits[torch.arange(len(plan), device=device), counts - 1]
+        last = logits[torch.arange(len(plan), device=device, dtype=torch.long), counts - 1]
         return self._scores(last[:, None], 0)
 
     def expand(self, frontier: Frontier) -> Float[Tensor, "B F C"]:
         """Scores of the children of a level."""
         first, forest = frontier.num_cached, frontier.forest
         tokens = forest.token_ids[:, first:]
-        slots = self.lengths.max() + torch.arange(forest.num_nodes, device=tokens.device)
+        slots = self.lengths.max() + torch.arange(forest.num_nodes, device=tokens.device, dtype=torch.long)
         positions = (self.positions[:, None] + frontier.depth - 1).expand(tokens.shape)
         logits = self._run(tokens, positions, slots[first:], slots, forest.plan.ancestors[:, first:])
         return self._scores(logits, frontier.depth)
 
     def clear(self, num_nodes: int) -> None:
         """Clears the entries of the draft, which stay unseen in the buffers. Their weight is 0, but 0 x NaN is NaN."""
-        slots = self.lengths.max() + torch.arange(num_nodes, device=self.lengths.device)
+        slots = self.lengths.max() + torch.arange(num_nodes, device=self.lengths.device, dtype=torch.long)
         for stack in self.stacks:
             stack.index_fill_(3, slots, 0)
 

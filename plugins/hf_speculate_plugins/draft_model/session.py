@@ -44,7 +44,11 @@ class DraftModelSession(DraftSession):
         mask = None if request.attention_mask is None else request.attention_mask[:, -num_prompt:]
         self._conversations, self._target_cache = conversations, request.cache
         text = request.text
-        prompt = request.input_ids if text is None else torch.tensor([text], device=request.input_ids.device)
+        prompt = (
+            request.input_ids
+            if text is None
+            else torch.tensor([text], device=request.input_ids.device, dtype=torch.long)
+        )
         num_prompt, self._has_text = prompt.shape[1], text is not None
         self.cache = self._resumed(text) or TreeCache(cache, batch_size)
         self.scorer = Scorer(self.model, self.cache, mask, shape)
@@ -203,11 +207,11 @@ class DraftModelSession(DraftSession):
         self.cache.keep([range(len(new.get(row, ()))) for row in range(len(self._texts))])
         self._note_cached(new)
         last = to_device([len(tokens) - 1 for tokens in new.values()], output.logits.device)
-        return self._logits(output)[torch.arange(len(new), device=last.device), last]
+        return self._logits(output)[torch.arange(len(new), device=last.device, dtype=torch.long), last]
 
     def _draft_chain(self, state: DraftState, logits: Tensor, depth: int) -> DraftTree:
         columns = [to_device(state.root_ids, logits.device)]
-        values = [torch.zeros(len(columns[0]), device=logits.device)]
+        values = [torch.zeros(len(columns[0]), device=logits.device, dtype=torch.float32)]
         path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
             if level and not state.goes_on(values[-1][:, None]):

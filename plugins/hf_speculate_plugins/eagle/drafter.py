@@ -125,7 +125,7 @@ class EagleSession(HeadSession[Any]):
         hidden = steps.entries(token_ids, self._loaded.head.fuse(features))
         reading.keep(lengths)
         last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
-        return hidden[torch.arange(len(lengths), device=hidden.device), last]
+        return hidden[torch.arange(len(lengths), device=hidden.device, dtype=torch.long), last]
 
     def _root(self) -> Tensor:
         """States of the entry committed last, after reading everything that is pending."""

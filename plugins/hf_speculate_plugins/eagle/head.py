@@ -133,7 +133,7 @@ class EagleHead(FeedingHead[EagleSpec]):
         mask = self.spec.mask_token_id
         assert mask is not None
         features = self.mask_hidden.chunk(self.spec.num_features, dim=-1)
-        token_ids = torch.full((batch_size, count), mask, device=self.device)
+        token_ids = torch.full((batch_size, count), mask, device=self.device, dtype=torch.long)
         return token_ids, self.fuse(features).expand(batch_size, count, -1)
 
     def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:

@@ -201,7 +201,9 @@ class NativeSteps(PlainSteps):
         if has_holes or not self._forward.looks_up:
             return None
         head = self._loaded.head
-        states = torch.empty(len(token_ids), head.spec.hidden_size, dtype=head.dtype)  # no row keeps its `root`
+        states = torch.empty(
+            len(token_ids), head.spec.hidden_size, dtype=head.dtype, device="cpu"
+        )  # no row keeps its `root`
         tree = self._native_tree(states, self._forward.pending_entries(token_ids, features), state, size)
         if tree is None:
             return None
@@ -246,7 +248,9 @@ class NativeSteps(PlainSteps):
         starts = reading.next_positions()
         angles = forward.angles(root, max(starts) + num_pending + growth.depth)
         draft = NativeDraft(rows, ranking, forward.embeddings, angles, joining)
-        if not draft.grow(growth, root, pending, torch.tensor(starts), sampling, noise, goes_on):
+        if not draft.grow(
+            growth, root, pending, torch.tensor(starts, dtype=torch.long, device="cpu"), sampling, noise, goes_on
+        ):
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)

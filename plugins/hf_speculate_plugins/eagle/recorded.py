@@ -90,7 +90,7 @@ def eagle_draft(
     if inputs["features"]:
         states = _read_entries(head, stacks, inputs)
         counts = plan[:, _COUNT]
-        last = states[torch.arange(len(plan), device=plan.device), (counts - 1).clamp(min=0)]
+        last = states[torch.arange(len(plan), device=plan.device, dtype=torch.long), (counts - 1).clamp(min=0)]
         root.copy_(torch.where(counts[:, None] > 0, last, root))
         lengths, positions = lengths + counts, positions + counts
     levels = _Levels(head, stacks, inputs, warpers, lengths, positions)
@@ -114,7 +114,7 @@ def _read_entries(head: FeedingHead[Any], stacks: Stacks, inputs: dict[str, Any]
     """Appends the entries of a round, in each row at the end of its text; returns their states."""
     plan = inputs["plan"]
     lengths, tokens = plan[:, _LENGTH], plan[:, _TOKENS:]
-    steps = torch.arange(tokens.shape[1], device=plan.device)
+    steps = torch.arange(tokens.shape[1], device=plan.device, dtype=torch.long)
     slots = lengths.max() + steps
     attend = _attention(stacks, slots, slots, inputs, lengths, (steps[:, None] >= steps)[None])
     hidden = head(tokens, head.fuse(inputs["features"]), plan[:, _POSITION, None] + steps, attend)
@@ -173,7 +173,7 @@ class _Levels:
     def expand(self, frontier: Frontier) -> Tensor:
         first, forest = frontier.num_cached, frontier.forest
         tokens = forest.token_ids[:, first:]
-        self._slots = slots = self._first + torch.arange(forest.num_nodes, device=tokens.device)
+        self._slots = slots = self._first + torch.arange(forest.num_nodes, device=tokens.device, dtype=torch.long)
         seen = forest.plan.ancestors[:, first:]
         attend = _attention(self._stacks, slots[first:], slots, self._inputs, self._lengths, seen)
         positions = (self._positions[:, None] + frontier.depth - 1).expand(tokens.shape)
@@ -266,7 +266,11 @@ class CompiledSteps(CompiledForwards):
         """The arguments of `eagle_draft`, its inputs in buffers."""
         (batch_size, capacity, shape, num_read), head, reading = key[:4], self._head, self._reading
         stacks, buffers = self.place(batch_size, capacity)
-        tokens, features, counts = pending or (torch.zeros(batch_size, 0), (), [0] * batch_size)
+        tokens, features, counts = pending or (
+            torch.zeros(batch_size, 0, dtype=torch.long, device="cpu"),
+            (),
+            [0] * batch_size,
+        )
         missing = [0] * (num_read - tokens.shape[1])
         of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, state.root_ids.tolist(), strict=True)
         rows = [[*of_row, depth, *entries, *missing] for of_row, entries in zip(of_rows, tokens.tolist(), strict=True)]

@@ -147,7 +147,9 @@ class EagleFiles(EagleReading):
         if spec.version == 3 and (target_ids is not None or layout in _AS_SPECFORGE):
             tensors |= vocabulary_tensors(spec, target_ids)
         if layout in _AS_SPECFORGE and "norm.weight" not in tensors:
-            tensors["norm.weight"] = torch.ones(spec.hidden_size, dtype=head.dtype)  # its module always has one
+            tensors["norm.weight"] = torch.ones(
+                spec.hidden_size, dtype=head.dtype, device="cpu"
+            )  # its module always has one
         if spec.version == 3 and layout not in ("speculators", "llama.cpp"):
             tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         return tensors

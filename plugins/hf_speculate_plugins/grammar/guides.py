@@ -79,7 +79,7 @@ class _TextGuide(Guide):
         self._text.pop()
 
     def _asked(self) -> torch.Tensor:
-        return torch.tensor(self._text)
+        return torch.tensor(self._text, dtype=torch.long, device="cpu")
 
 
 class PrefixGuide(_TextGuide):

@@ -103,7 +103,9 @@ class CompiledForwards:
         def arguments() -> tuple[Any, ...]:
             # Padding entries are copies of the first: finite.
             stacks, buffers = self.place(batch_size, capacity)
-            slots = buffers.filled(("slots", width), torch.arange(end, end + width, device=head.device))
+            slots = buffers.filled(
+                ("slots", width), torch.arange(end, end + width, device=head.device, dtype=torch.long)
+            )
             whole = [padded(to_device(each, head.device), width) for each in inputs]
             placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole)]
             seen = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)

@@ -317,9 +317,16 @@ def built_head(
 def _sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
     """Cosines and sines at positions on both sides of every length at which a type of RoPE changes what it does."""
     original = int(spec.rope.get("original_max_position_embeddings") or 1)
-    rotary, states = copy.deepcopy(rotary), torch.zeros(1, 1, spec.hidden_size)  # a copy: it remembers lengths
+    rotary, states = (
+        copy.deepcopy(rotary),
+        torch.zeros(1, 1, spec.hidden_size, dtype=torch.float32, device="cpu"),
+    )  # a copy: it remembers lengths
     positions = (min(length, _MAX_POSITION) for length in (1, 2 * original, 2 * spec.max_position_embeddings))
-    return [part for position in positions for part in rotary(states, torch.tensor([[position]]))]
+    return [
+        part
+        for position in positions
+        for part in rotary(states, torch.tensor([[position]], dtype=torch.long, device="cpu"))
+    ]
 
 
 def known_rows(table: Float[Tensor, "V r"], token_ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:

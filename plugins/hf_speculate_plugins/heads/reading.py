@@ -82,7 +82,7 @@ class Reading:
             return cls(head, real, of_kinds[1:, :, -count:].expand(-1, num_rows, -1))
         if mask is None:
             first = request.num_earlier + request.known_from
-            positions = (first + torch.arange(count)).expand(num_rows, -1)
+            positions = (first + torch.arange(count, dtype=torch.long, device="cpu")).expand(num_rows, -1)
             return resume(first) or cls(head, None, positions)
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
         return cls(head, mask[:, -count:].bool(), positions[:, -count:])
@@ -94,7 +94,7 @@ class Reading:
 
     def entry_positions(self) -> Int[Tensor, "B M"]:
         """Positions of the committed entries; those of entries that are not real mean nothing."""
-        return torch.arange(self.cache.append_index, device=self.head.device) + self._shift_column()
+        return torch.arange(self.cache.append_index, device=self.head.device, dtype=torch.long) + self._shift_column()
 
     def prompt_place(self, part: slice) -> tuple[Tensor, list[Tensor | None] | None]:
         """Positions and masks of some entries of the prompt, those before it being committed, those after it not run.
@@ -111,7 +111,7 @@ class Reading:
 
     def next_place(self, count: int) -> Place:
         """Positions and masks of `count` entries after the committed ones."""
-        positions = self.positions_at(torch.arange(count)[None])
+        positions = self.positions_at(torch.arange(count, dtype=torch.long, device="cpu")[None])
         return positions, self._masks(_causal(count), positions)
 
     def node_place(self, plan: TreePlan, count: int) -> Place:
@@ -152,7 +152,12 @@ class Reading:
         if self._shifts != [0] or self.prompt_mask is not None or self.cache.append_index < num_entries:
             return None
         self.cache.truncate([num_entries])
-        return Reading(self.head, None, torch.arange(num_entries, num_entries + num_new)[None], self.cache)
+        return Reading(
+            self.head,
+            None,
+            torch.arange(num_entries, num_entries + num_new, dtype=torch.long, device="cpu")[None],
+            self.cache,
+        )
 
     def _shift_column(self) -> Int[Tensor, "B 1"]:
         return to_device(self._shifts, self.head.device)[:, None]
@@ -185,7 +190,7 @@ class Reading:
         if layer.window is None:
             return mask
         num_prefix = mask.shape[-1] - plan.num_nodes
-        earlier = torch.arange(num_prefix, device=mask.device) + self._shift_column()
+        earlier = torch.arange(num_prefix, device=mask.device, dtype=torch.long) + self._shift_column()
         nodes, depths = positions, to_device(plan.depths, mask.device)
         if plan.num_nodes > positions.shape[1]:  # earlier nodes of the tree are in the cache
             nodes = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths
@@ -200,5 +205,7 @@ def _of_one_kind(positions: Int[Tensor, "*kinds B J"]) -> Int[Tensor, "B J"]:
 
 def _causal(count: int) -> TreePlan:
     """The plan of a chain. Prompts are long and of many lengths, so it is not compiled node by node nor cached."""
-    ancestors = torch.ones(1, count, count, dtype=torch.bool).tril()
-    return TreePlan(depths=torch.arange(count)[None], ancestors=ancestors, max_depth=count - 1)
+    ancestors = torch.ones(1, count, count, dtype=torch.bool, device="cpu").tril()
+    return TreePlan(
+        depths=torch.arange(count, dtype=torch.long, device="cpu")[None], ancestors=ancestors, max_depth=count - 1
+    )

@@ -100,7 +100,7 @@ def filled(
 
 
 def _states_at(states: Float[Tensor, "B J H"], index: Int[Tensor, " B"]) -> Float[Tensor, "B H"]:
-    return states[torch.arange(len(states), device=states.device), index]
+    return states[torch.arange(len(states), device=states.device, dtype=torch.long), index]
 
 
 # Columns of a draft's plan: root id, index of the newest state.

@@ -220,7 +220,13 @@ def new_head(target: GenerativeModel) -> MtpHead:
     head = _built(model, layer, layout)
     size, std = head.spec.hidden_size, model.config.get_text_config(decoder=True).initializer_range
     begun: dict[str, Tensor] = {f"layers.0.{name}": tensor for name, tensor in state.items()}
-    begun["fc.weight"] = torch.cat([torch.randn(size, size) * std, torch.eye(size)], dim=1)
+    begun["fc.weight"] = torch.cat(
+        [
+            torch.randn(size, size, dtype=torch.float32, device="cpu") * std,
+            torch.eye(size, dtype=torch.float32, device="cpu"),
+        ],
+        dim=1,
+    )
     norm_class: Any = type(decoder.norm)
     begun |= {f"{name}.weight": norm_class(size).weight for name in ("enorm", "hnorm")}
     begun["norm.weight"] = decoder.norm.weight
@@ -259,7 +265,9 @@ def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
     if first_rows := getattr(output, "first_rows", None):
         return first_rows(spec.draft_vocab_size)
     if not is_dense(output):
-        return vocabulary_output(output, spec.hidden_size, torch.arange(spec.draft_vocab_size), dtype)
+        return vocabulary_output(
+            output, spec.hidden_size, torch.arange(spec.draft_vocab_size, dtype=torch.long, device="cpu"), dtype
+        )
     rows = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=output.bias is not None, device="meta")
     for name, values in output.named_parameters():
         setattr(rows, name, nn.Parameter(values.detach()[: spec.draft_vocab_size], requires_grad=False))

@@ -91,7 +91,7 @@ def _parsed(text: Any) -> tuple[str, Values] | None:
     """dtype and values of a sample; None for anything else, and for those of a quantised tensor."""
     try:
         dtype, shape, *words = text.split(" ")
-        values = torch.tensor([int(word, 16) for word in words], dtype=torch.int64)
+        values = torch.tensor([int(word, 16) for word in words], dtype=torch.int64, device="cpu")
         values = (values - (values >> 31 << 32)).to(torch.int32).view(torch.float32)
         return (dtype, values.view([int(size) for size in shape.split("x")])) if dtype in _DENSE else None
     except (ValueError, RuntimeError, OverflowError, AttributeError):
@@ -99,4 +99,4 @@ def _parsed(text: Any) -> tuple[str, Values] | None:
 
 
 def _places(size: int, count: int) -> Tensor:
-    return torch.linspace(0, size - 1, min(count, size), dtype=torch.float64).long()
+    return torch.linspace(0, size - 1, min(count, size), dtype=torch.float64, device="cpu").long()

@@ -132,7 +132,7 @@ def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], d
             for accepted in replay.steps():
                 for slot, count in accepted.items():
                     found[rows[slot]].append(count)
-    return [torch.tensor(each, dtype=torch.long) for each in found]
+    return [torch.tensor(each, dtype=torch.long, device="cpu") for each in found]
 
 
 class _Replay:
@@ -182,7 +182,9 @@ class _Replay:
             layer: _left_padded([text.states[layer][: text.num_prompt] for text in self._texts])
             for layer in self._layers
         }
-        self._session.observe(tokens, features, torch.full((len(self._texts),), self._ids.shape[1]))
+        self._session.observe(
+            tokens, features, torch.full((len(self._texts),), self._ids.shape[1], dtype=torch.long, device="cpu")
+        )
 
     def _observe(self, places: Sequence[int], active: Sequence[bool]) -> None:
         """Passes the session one more state of each active text, with the token after it."""
@@ -191,7 +193,7 @@ class _Replay:
             states = [text.states[layer][place] for text, place in zip(self._texts, places, strict=True)]
             features[layer] = torch.stack(states)[:, None]
         following = self._tokens([place + 1 for place in places])
-        self._session.observe(following[:, None], features, torch.tensor(active).long())
+        self._session.observe(following[:, None], features, torch.tensor(active, dtype=torch.long, device="cpu"))
 
     def _tokens(self, places: Sequence[int]) -> Int[Tensor, " R"]:
         return torch.stack([text.token_ids[place] for text, place in zip(self._texts, places, strict=True)])

@@ -83,7 +83,7 @@ def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:
             raise SpeculateError("--system needs a chat template: the target's tokenizer has none, or --raw was given.")
         if not (ids := tokenizer(text).input_ids):
             raise SpeculateError("the prompt is empty: it has no tokens.")
-        return torch.tensor([ids])
+        return torch.tensor([ids], dtype=torch.long, device="cpu")
     messages = [{"role": "system", "content": system}] if system is not None else []
     return chat_ids([*messages, {"role": "user", "content": text}], tokenizer)[None]
 

@@ -78,11 +78,11 @@ def make_row(documents: Iterable[Mapping[str, Any]]) -> Row:
     """One row, unpadded: the tensors of a `Batch` without the batch dimension."""
     parts: dict[str, list[Tensor]] = {"input_ids": [], "position_ids": [], "document_ids": [], "loss_mask": []}
     for number, document in enumerate(documents):
-        ids = torch.as_tensor(document["input_ids"], dtype=torch.int64)
+        ids = torch.as_tensor(document["input_ids"], dtype=torch.int64, device="cpu")
         parts["input_ids"].append(ids)
-        parts["position_ids"].append(torch.arange(len(ids)))
+        parts["position_ids"].append(torch.arange(len(ids), dtype=torch.long, device="cpu"))
         parts["document_ids"].append(torch.full_like(ids, number))
-        parts["loss_mask"].append(torch.as_tensor(document["loss_mask"], dtype=torch.bool))
+        parts["loss_mask"].append(torch.as_tensor(document["loss_mask"], dtype=torch.bool, device="cpu"))
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
@@ -133,10 +133,10 @@ class Collator:
         if missing < 0:
             raise SpeculateError(f"a row of {width - missing} tokens does not fit into the collator's length {width}.")
         filling = {
-            "input_ids": torch.full((missing,), self.pad_token_id),
-            "position_ids": torch.arange(missing),
-            "document_ids": torch.full((missing,), NO_DOCUMENT),
-            "loss_mask": torch.zeros(missing, dtype=torch.bool),
+            "input_ids": torch.full((missing,), self.pad_token_id, dtype=torch.long, device="cpu"),
+            "position_ids": torch.arange(missing, dtype=torch.long, device="cpu"),
+            "document_ids": torch.full((missing,), NO_DOCUMENT, dtype=torch.long, device="cpu"),
+            "loss_mask": torch.zeros(missing, dtype=torch.bool, device="cpu"),
         }
         return {name: torch.cat([row[name], filling[name]]) for name in filling}
 

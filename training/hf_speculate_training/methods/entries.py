@@ -111,7 +111,7 @@ class Entries:
         n is the number of tokens of the batch over all processes (`shared_size`), by which SafeAILab, SpecForge and
         DeepSpec divide; steps that reach past the end of an answer then count less.
         """
-        steps = torch.arange(len(self.counted), device=self.step.device)
+        steps = torch.arange(len(self.counted), device=self.step.device, dtype=torch.long)
         return (decay**steps / shared_size(self.num_tokens))[self.step]
 
     def metrics(
@@ -124,7 +124,7 @@ class Entries:
         """
         num_steps = len(self.counted)
         counted = torch.ones_like(self.step, dtype=torch.float32) if learnt is None else learnt.float()
-        zeros = torch.zeros(num_steps, device=self.step.device)
+        zeros = torch.zeros(num_steps, device=self.step.device, dtype=torch.float32)
         mean_losses = zeros.index_add(0, self.step, losses.float() * counted)
         mean_losses = mean_losses / zeros.index_add(0, self.step, counted).clamp(min=1)
         accuracies = zeros.index_add(0, self.step, hits.float()) / self.num_eligible.clamp(min=1)

@@ -37,7 +37,7 @@ MethodOptions = TypeVar("MethodOptions")
 
 def count_tokens(batches: Iterable[Batch], vocab_size: int) -> Int[Tensor, " V"]:
     """Number of times that the target is to emit each token (`loss_mask`)."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
+    counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for batch in batches:
         counts += torch.bincount(batch["input_ids"][batch["loss_mask"].bool()].cpu(), minlength=vocab_size)
     return counts
@@ -102,7 +102,8 @@ def refuse_added_tokens(num_tokens: int | None, target: GenerativeModel) -> None
 
 
 def initialise(head: nn.Module, std: float) -> None:
-    """Draws normal weights, as the target's own were. Norms are ones already."""
+    """Draws normal weights in float32, as the target's own were. Norms are ones already."""
+    head.float()  # modules are made in torch's default dtype, which another thread may have changed
     for module in head.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

@@ -47,8 +47,8 @@ class Teacher:
         self.target_ids = target_ids
         self.draft_ids: Tensor | None = None  # draft column of every token, -1 outside the draft vocabulary
         if target_ids is not None:
-            self.draft_ids = torch.full((vocab_size,), -1)
-            self.draft_ids[target_ids.cpu()] = torch.arange(len(target_ids))
+            self.draft_ids = torch.full((vocab_size,), -1, dtype=torch.long, device="cpu")
+            self.draft_ids[target_ids.cpu()] = torch.arange(len(target_ids), dtype=torch.long, device="cpu")
 
     @property
     def is_dense(self) -> bool:

@@ -73,13 +73,16 @@ def new_medusa(
     size, count = config.hidden_size, shape.num_heads
     weight = None
     if target_ids is not None:
-        weight = torch.empty(1, len(target_ids), size)
+        weight = torch.empty(1, len(target_ids), size, dtype=torch.float32, device="cpu")
         copy_rows(weight[0], target_rows(target, target_ids))
     elif not shape.shared_lm_head:
-        weight = torch.empty(count, config.vocab_size, size)
+        weight = torch.empty(count, config.vocab_size, size, dtype=torch.float32, device="cpu")
         copy_rows(weight[0], target_rows(target))
         weight[1:] = weight[0]
-    blocks, biases = torch.zeros(count, shape.num_layers, size, size), torch.zeros(count, shape.num_layers, size)
+    blocks, biases = (
+        torch.zeros(count, shape.num_layers, size, size, dtype=torch.float32, device="cpu"),
+        torch.zeros(count, shape.num_layers, size, dtype=torch.float32, device="cpu"),
+    )
     return MedusaHeads(blocks, biases, weight, target_ids).to(last_device(target))
 
 

@@ -104,8 +104,12 @@ class LocalEngine(Engine):
         """New tokens of each row, up to its end token."""
         width, device = max(map(len, prompts)), self.target.device
         padding = self._config.pad_token_id
-        ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ids = torch.tensor(
+            [[padding] * (width - len(prompt)) + prompt for prompt in prompts], dtype=torch.long, device="cpu"
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=torch.long, device="cpu"
+        )
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)

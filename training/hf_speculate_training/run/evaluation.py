@@ -85,7 +85,9 @@ class AcceptanceEvaluation:
         lengths: dict[str, float] = {}
         for name, nodes, temperature in self._settings():
             stats = self._run(unwrap(target), method, prompts, nodes, temperature)
-            counts = torch.tensor([stats.accepted_tokens + stats.bonus_tokens, stats.rounds], dtype=torch.float64)
+            counts = torch.tensor(
+                [stats.accepted_tokens + stats.bonus_tokens, stats.rounds], dtype=torch.float64, device="cpu"
+            )
             if count > 1:
                 counts = accelerator.reduce(counts.to(accelerator.device), "sum").cpu()
             tokens, rounds = counts.tolist()
@@ -131,8 +133,9 @@ def prompts_of(documents: Any, count: int, num_tokens: int = 64) -> list[PromptI
     """
     prompts: list[PromptIds] = []
     for document in (documents[index] for index in evenly_spaced(len(documents), count)):
-        ids, mask = torch.as_tensor(document["input_ids"]), torch.as_tensor(document["loss_mask"])
-        start = int(mask.int().argmax())
+        ids = torch.as_tensor(document["input_ids"], dtype=torch.long, device="cpu")
+        mask = torch.as_tensor(document["loss_mask"], dtype=torch.int, device="cpu")
+        start = int(mask.argmax())
         length = start if start > 0 else min(num_tokens, len(ids) // 2)
         if length and bool(mask.any()):
             prompts.append(ids[:length].long())

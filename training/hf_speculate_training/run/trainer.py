@@ -275,7 +275,7 @@ class HeadTrainer(Trainer):
         """Adds metrics without waiting for the device; `_drain` reads them."""
         sums, counts = self._sums[mode], self._counts[mode]
         for name, value in metrics.items():
-            value = torch.as_tensor(value, device=self.args.device).detach().float()
+            value = torch.as_tensor(value, device=self.args.device, dtype=torch.float32).detach()
             sums[name] = sums[name] + value if name in sums else value
             counts[name] += 1
 

@@ -247,7 +247,7 @@ def _states_of(reader: TargetReader, rows: RowDataset, key: CacheKey, shard: int
                 parts[name].append(row[name])
             for name in stored:
                 parts[name].append(named[name][place, : len(row["input_ids"])].to("cpu", reader.target.dtype))
-    lengths = torch.tensor([0, *map(len, parts["input_ids"])])
+    lengths = torch.tensor([0, *map(len, parts["input_ids"])], dtype=torch.long, device="cpu")
     return {name: torch.cat(values).contiguous() for name, values in parts.items()} | {"offsets": lengths.cumsum(0)}
 
 

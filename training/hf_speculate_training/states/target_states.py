@@ -83,10 +83,10 @@ class TargetReader:
         new[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
         rows = new.flatten().cumsum(0) - 1  # the number of each token's document
         counts = rows.bincount()
-        places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-        texts = torch.zeros(len(counts), int(counts.max()), dtype=torch.long)
+        places = torch.arange(len(rows), dtype=torch.long, device="cpu") - (counts.cumsum(0) - counts)[rows]
+        texts = torch.zeros(len(counts), int(counts.max()), dtype=torch.long, device="cpu")
         texts[rows, places] = input_ids.flatten()
-        found = self._run(texts, torch.arange(texts.shape[1])[None].expand_as(texts))
+        found = self._run(texts, torch.arange(texts.shape[1], dtype=torch.long, device="cpu")[None].expand_as(texts))
 
         def packed(states: Tensor) -> Tensor:
             where = rows.to(states.device), places.to(states.device)
@@ -142,7 +142,9 @@ class TargetReader:
         alone = [self._run(part, positions[:, :3]).last_hidden for part in ids.split(3, dim=1)]
         expected = torch.cat([torch.cat(alone, dim=1), self._run(ids, positions).last_hidden])
         packed_ids, packed_positions = ids.expand(2, -1), torch.cat([positions % 3, positions])
-        documents = (torch.arange(6, device=ids.device) // 3) * torch.tensor([[1], [0]], device=ids.device)
+        documents = (torch.arange(6, device=ids.device, dtype=torch.long) // 3) * torch.tensor(
+            [[1], [0]], device=ids.device, dtype=torch.long
+        )
         if self._equal(self._run(packed_ids, packed_positions).last_hidden, expected):
             return
         self.mask = "explicit"
@@ -159,8 +161,8 @@ class TargetReader:
 
     def _probe(self, length: int) -> tuple[Tensor, Tensor]:
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
-        ids = torch.arange(1, length + 1, device=self.target.device)[None] * 7 % vocab_size
-        return ids, torch.arange(length, device=self.target.device)[None]
+        ids = torch.arange(1, length + 1, device=self.target.device, dtype=torch.long)[None] * 7 % vocab_size
+        return ids, torch.arange(length, device=self.target.device, dtype=torch.long)[None]
 
     def _equal(self, found: Tensor, expected: Tensor) -> bool:
         if found.shape != expected.shape:

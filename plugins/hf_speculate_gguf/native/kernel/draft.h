@@ -30,6 +30,7 @@ struct Draft {
   Matrix joining;
   void* root;  // states of the last committed entry [batch row, hidden]; computed if entries are pending
   const int32_t *offsets, *runs;  // runs of entries that each batch row sees, pending ones included
+  int64_t num_positions;          // that have angles
   bool (*goes_on)(int64_t level);  // asks whether to draft another level; sets its noise
 };
 
@@ -41,6 +42,9 @@ template <class T> class DraftRun {
 
   // Returns 1: done; 0: the modules must do it; -1: out of memory.
   int work() {
+    const int64_t num_new = d.num_pending + growth.depth - 1;
+    for (int64_t b = 0; b < batch_size; b++)
+      if (d.positions[b] < 0 || d.positions[b] + num_new > d.num_positions) return 0;
     if (!take()) return -1;
     const int64_t num_before = d.layers.num_keys + d.num_pending;
     if (d.num_pending) {

@@ -57,8 +57,8 @@ class TextBlocks:
         """Blocks at the given anchors."""
         ids, documents, mask = batch["input_ids"], batch["document_ids"], batch["loss_mask"].bool()
         size = ids.shape[1]
-        before = anchors[:, :, None] + torch.arange(depth, device=anchors.device)
-        rows = torch.arange(len(ids), device=anchors.device)[:, None, None]
+        before = anchors[:, :, None] + torch.arange(depth, device=anchors.device, dtype=torch.long)
+        rows = torch.arange(len(ids), device=anchors.device, dtype=torch.long)[:, None, None]
         after, before = (before + 1).clamp(max=size - 1), before.clamp(max=size - 1)
         inside = (after > before) & (documents[rows, after] == documents[rows, anchors[:, :, None]])
         unbroken = (kept[:, :, None] & inside & mask[rows, after]).long().cumprod(-1).bool()
@@ -81,9 +81,13 @@ def draw_anchors(
     """
     available = possible.sum(1, keepdim=True)
     if at_random:
-        order = torch.rand(possible.shape, device=possible.device).masked_fill(~possible, 2.0).argsort(1)
+        order = (
+            torch.rand(possible.shape, device=possible.device, dtype=torch.float32)
+            .masked_fill(~possible, 2.0)
+            .argsort(1)
+        )
         rank = torch.empty_like(order)
-        rank.scatter_(1, order, torch.arange(possible.shape[1], device=order.device).expand_as(order))
+        rank.scatter_(1, order, torch.arange(possible.shape[1], device=order.device, dtype=torch.long).expand_as(order))
         chosen = possible & (rank < most)
     else:
         share = possible.cumsum(1) * most
@@ -91,7 +95,7 @@ def draw_anchors(
         chosen = possible & ((share - most) // steps != (share - 2 * most) // steps)
     counts = chosen.sum(1, keepdim=True)
     width = max(int(counts.max()), 1)
-    kept = torch.arange(width, device=possible.device) < counts
+    kept = torch.arange(width, device=possible.device, dtype=torch.long) < counts
     first = chosen.byte().argsort(dim=1, descending=True, stable=True)[:, :width]
     return first.masked_fill(~kept, 0), kept
 
@@ -101,8 +105,8 @@ def run_blocks(
 ) -> Float[Tensor, "B A S H"]:
     """The states of all slots of all blocks; `context` are fused features of the target (`head.fuse`)."""
     num_rows, num_blocks = blocks.anchors.shape
-    rows = torch.arange(num_rows, device=blocks.anchors.device)[:, None]
-    slots = torch.arange(head.spec.block_size, device=blocks.anchors.device)
+    rows = torch.arange(num_rows, device=blocks.anchors.device, dtype=torch.long)[:, None]
+    slots = torch.arange(head.spec.block_size, device=blocks.anchors.device, dtype=torch.long)
     positions = batch["position_ids"][rows, blocks.anchors][:, :, None] + slots
     token_ids = head.block_ids(batch["input_ids"][rows, blocks.anchors].flatten())
     masks = text_masks(head.spec, positions, batch["position_ids"], visible_context(batch, blocks))
@@ -137,8 +141,8 @@ class TextAttention:
 def visible_context(batch: Batch, blocks: TextBlocks) -> Bool[Tensor, "B A T"]:
     """Mask of the tokens that are the context of a block: those before its anchor, in its document."""
     documents = batch["document_ids"]
-    rows = torch.arange(len(documents), device=documents.device)[:, None]
-    before = torch.arange(documents.shape[1], device=documents.device) < blocks.anchors[:, :, None]
+    rows = torch.arange(len(documents), device=documents.device, dtype=torch.long)[:, None]
+    before = torch.arange(documents.shape[1], device=documents.device, dtype=torch.long) < blocks.anchors[:, :, None]
     return before & (documents[:, None] == documents[rows, blocks.anchors][:, :, None])
 
 
@@ -174,6 +178,6 @@ def _side_by_side(seen: Bool[Tensor, "B A S K"], num_context: int) -> Bool[Tenso
     context, own = seen.split([num_context, seen.shape[-1] - num_context], dim=-1)
     num_rows, num_blocks, num_slots, _ = seen.shape
     among = seen.new_zeros(num_rows, num_blocks, num_slots, num_blocks, num_slots)
-    index = torch.arange(num_blocks, device=seen.device)
+    index = torch.arange(num_blocks, device=seen.device, dtype=torch.long)
     among[:, index, :, index] = own.transpose(0, 1)
     return torch.cat([context.flatten(1, 2), among.flatten(3).flatten(1, 2)], dim=-1)[:, None]

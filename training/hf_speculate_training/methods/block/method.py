@@ -219,7 +219,9 @@ class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
         figures = {"loss": each, "accuracy": losses["best"] == wanted}
         found = {name: mean.detach() for name, mean in means.items()}
         for name, values in figures.items():
-            sums = torch.zeros(num_depths, device=depth.device).index_add(0, depth, cast(Tensor, values).float())
+            sums = torch.zeros(num_depths, device=depth.device, dtype=torch.float32).index_add(
+                0, depth, cast(Tensor, values).float()
+            )
             found |= {f"{name}_{k}": sums[k] / counts[k] for k in range(num_depths)}
         return found
 

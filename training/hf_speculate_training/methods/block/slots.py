@@ -105,6 +105,6 @@ def draft_logits(
 
 def decay_weights(counted: Bool[Tensor, "B A D"], decay: float | None) -> Float[Tensor, "B A D"]:
     """Weights `exp(-k / decay)` of the k-th proposal of a block; 1 for None."""
-    depths = torch.arange(counted.shape[-1], device=counted.device)
+    depths = torch.arange(counted.shape[-1], device=counted.device, dtype=torch.long)
     weights = torch.ones_like(depths, dtype=torch.float32) if decay is None else torch.exp(-depths / decay)
     return weights * counted

@@ -132,4 +132,4 @@ def warm_eagle(folder: str | os.PathLike, target: GenerativeModel) -> tuple[Eagl
 def _default_layers(num_layers: int) -> tuple[int, ...] | None:
     if num_layers >= _MIN_LAYERS_OF_DEFAULT:
         return None
-    return tuple(torch.linspace(1, num_layers, 3).round().int().tolist())
+    return tuple(torch.linspace(1, num_layers, 3, dtype=torch.float32, device="cpu").round().int().tolist())
