@@ -155,7 +155,7 @@ class AdaptiveSession(PolicySession):
                 self._learn_nodes(round, rows)
             return
         self.known.fade()
-        taken = round.seconds.total - round.seconds.drafting
+        taken, is_cold = round.seconds.total - round.seconds.drafting, not costs.drafting.has_begun
         costs.rounds.record(costs.width(drafted), taken, context)
         seconds = costs.verifying(drafted, context)
         if self._deepening is None:
@@ -164,7 +164,7 @@ class AdaptiveSession(PolicySession):
         charged = quiet = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
-            charged, quiet = self._charged(taken, seconds, is_known)
+            charged, quiet = self._charged(taken, seconds, is_known or is_cold)
         if self._deepening is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
@@ -213,6 +213,8 @@ class AdaptiveSession(PolicySession):
         is reliable."""
         levels, deepening, seconds = round.depth, self._deepening, round.seconds.drafting
         costs, context = self._costs, self._situation.context
+        if not costs.widths and (costs.drafting if levels else costs.asking).skip_cold(max(levels, 1)):
+            return min(seconds, costs.drafting_to(levels, context) if levels else costs.idle(context)), True
         if not levels:
             costs.asking.record(1, seconds, context)
             return costs.asking.at(1, context), costs.asking.is_established(1, context)

@@ -193,6 +193,19 @@ class Timings:
         """Whether sizes like this one have enough observations near this context length."""
         return self._table(context).is_established(size)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an observation, here or in `like`, learnt or not."""
+        return bool(self._sizes) or (self._like is not None and self._like.has_begun)
+
+    def skip_cold(self, size: int) -> bool:
+        """Whether this is the first observation of all, which is not to be learnt: libraries load, memory is allocated.
+        The next one of `size` counts as any other."""
+        is_cold = not self.has_begun
+        if is_cold:
+            self._sizes.add(size)
+        return is_cold
+
     def record(self, size: int, seconds: float, context: int = 0) -> None:
         """Learns one observation.
 

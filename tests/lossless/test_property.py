@@ -327,8 +327,8 @@ def hooked(case, model):
 
 @contextmanager
 def circumstances(case, is_speculative):
-    """torch's defaults of a case. In "loading" another thread sets the dtype again and again, as `from_pretrained` does,
-    while the speculative request runs."""
+    """torch's defaults of a case. In "loading" another thread sets the dtype again and again while the speculative
+    request runs, as `from_pretrained` does."""
     before, ends = torch.get_default_dtype(), threading.Event()
 
     def load():

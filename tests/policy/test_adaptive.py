@@ -163,7 +163,7 @@ class TestContext:
         assert min(self.rounds(policy, 60, context=200)[-12:]) >= 7
         long = self.rounds(policy, 40, context=8000)
         assert long[0] == 0  # what plain decoding costs there
-        assert max(long[-20:]) < 7
+        assert sum(long[-20:]) < 7 * 20
         assert max(self.rounds(policy, 12, context=200)) >= 7
 
     def test_a_round_that_was_held_up_does_not_switch_drafting_off(self):
@@ -281,8 +281,15 @@ def drafted(simulation):
     return [number for number, round in enumerate(simulation.rounds) if round.depth]
 
 
-def test_a_slow_first_draft_is_not_the_last_one():
-    simulation = Stumbling(slow=30.0, num_slow=1).run(600)
+def test_a_slow_first_draft_teaches_nothing():
+    simulation = Stumbling(slow=30.0, num_slow=1).run(64)
     first, second, *others = drafted(simulation)
-    assert 40 < second - first < 90, "it waits until it can pay for another one"
-    assert len(others) > 0.8 * len(simulation.rounds[second:])
+    assert second == first + 1
+    assert len(others) > 0.9 * len(simulation.rounds[second + 1 :])
+
+
+def test_two_slow_drafts_are_not_the_last_ones():
+    simulation = Stumbling(slow=30.0, num_slow=2).run(600)
+    _, second, third, *others = drafted(simulation)
+    assert 40 < third - second < 90, "it waits until it can pay for another one"
+    assert len(others) > 0.8 * len(simulation.rounds[third:])

@@ -1,0 +1,13 @@
+"""A plug-in of pytest (`-p tests.support.sanitized`, `make sanitize`): the kernel with AddressSanitizer and UBSan.
+
+A read or write beyond a buffer, or undefined behaviour, ends the process with a report. The sanitizers' libraries must
+be loaded before Python: `LD_PRELOAD`.
+"""
+
+from hf_speculate_gguf.native import binding
+
+
+binding._FLAGS = (
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-w", "-fno-omit-frame-pointer"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+)
