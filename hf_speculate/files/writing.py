@@ -90,7 +90,6 @@ def replacing(folder: str | os.PathLike[str], last: str) -> Iterator[NewFiles]:
     where = Path(folder)
     was_absent = not where.exists()
     new = NewFiles(where / f".{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    is_needed = False
     try:
         with _reported(folder):
             new.scratch.mkdir(parents=True)
@@ -100,14 +99,14 @@ def replacing(folder: str | os.PathLike[str], last: str) -> Iterator[NewFiles]:
         if names:
             _publish(where, new, sorted(names, key=lambda name: name == last))
     except _NotPutBackError:
-        is_needed = True
         raise
-    finally:
-        if not is_needed:
-            shutil.rmtree(new.scratch, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(new.scratch, ignore_errors=True)
         if was_absent:
-            with suppress(OSError):  # as it should be, it is not empty
+            with suppress(OSError):
                 where.rmdir()
+        raise
+    shutil.rmtree(new.scratch, ignore_errors=True)
 
 
 def _not_written(folder: str | os.PathLike[str], what: str, error: Exception) -> CheckpointError:

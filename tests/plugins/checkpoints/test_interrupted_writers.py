@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -44,20 +42,6 @@ def content(folder: Path) -> dict[str, bytes]:
     return {
         p.name: p.read_bytes() for p in sorted(folder.iterdir()) if not p.name.startswith(".") and p.suffix != ".md"
     }
-
-
-@pytest.fixture
-def small_disk():
-    """No file may grow beyond 10 kB."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def shrink():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-
-    yield shrink
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
