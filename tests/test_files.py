@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 
 from hf_speculate.drafting import CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, replacing, text_writer
+from hf_speculate_plugins.checkpoints import write_checkpoint
 from hf_speculate_plugins.origin import check_origin, describe_identity
 from hf_speculate_plugins.suffix import SuffixStore
-from hf_speculate_tools.hub import recorded_card
+from hf_speculate_tools.commands.reporting import save_line
+from hf_speculate_tools.hub import recorded_card, write_card, write_custom_generate
 from hf_speculate_training.data import RowDataset
-from hf_speculate_training.run import read_recipe, training_arguments
+from hf_speculate_training.run import Recipe, read_recipe, recipe_from, training_arguments
+from hf_speculate_training.run.plots import plot_run
+from hf_speculate_training.run.provenance import write_provenance, write_recipe
 from hf_speculate_training.states import FeatureCache, TargetReader, write_features
 
 from .support.models import VOCAB_SIZE, build_tiny_model
@@ -251,6 +256,78 @@ def test_files_that_cannot_be_put_back_are_kept_and_named(tmp_path, monkeypatch)
         replace_files(tmp_path, {"a": text_writer("new a"), "b": text_writer("new")})
     kept = Path(str(caught.value).rpartition(" are in ")[2].removesuffix("."))
     assert (kept / "b").read_text() == "old"
+
+
+def card(folder: Path, number: int) -> bool:
+    return write_card(folder, base_model="owner/target", algorithm="eagle", layout="specforge", notes=f"Run {number}.")
+
+
+def store(folder: Path, number: int) -> None:
+    requests = SuffixStore()
+    requests.extend(requests.begin(""), [number])
+    requests.save(folder / "store.json")
+
+
+def recipe_of(number: int, target: str = "/local/target") -> Recipe:
+    parts = {"target": {"path": target}, "data": {"train": "data.jsonl"}, "method": {"name": "medusa"}}
+    return recipe_from({**parts, "training": {"max_steps": number}, "output": {"folder": "out"}})
+
+
+WRITERS: dict[str, Callable[[Path, int], Any]] = {
+    "calibration": lambda folder, number: CalibrationTable(greedy=(number / 10,) * 16).save(folder),
+    "card": card,
+    "code": lambda folder, number: write_custom_generate(folder),
+    "store": store,
+    "checkpoint": lambda folder, number: write_checkpoint(
+        folder, "model.safetensors", {"a": torch.full((2,), number, dtype=torch.float32)}, {"number": number}
+    ),
+    "pickle": lambda folder, number: write_checkpoint(
+        folder, "pytorch_model.bin", {"a": torch.full((2,), number, dtype=torch.float32)}, {"number": number}
+    ),
+    "provenance": lambda folder, number: write_provenance(folder, {"status": f"run {number}"}),
+    "recipe": lambda folder, number: write_recipe(folder, recipe_of(number)),
+    "curves": lambda folder, number: plot_run([{"step": 1, "loss": number}, {"step": 2, "loss": 1}], folder / "a.png"),
+    "figures": lambda folder, number: save_line(str(number), folder / "out.json"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_leaves_what_a_writer_wrote_before(writer, tmp_path, monkeypatch):
+    """Every file of ours in a user's folder is replaced whole."""
+
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    WRITERS[writer](tmp_path, 1)
+    before = content()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(SpeculateError, match=r"cannot write .*No space left on device"):
+            WRITERS[writer](tmp_path, 2)
+    assert content() == before
+    WRITERS[writer](tmp_path, 2)
+    assert (content() != before) == (writer != "code")
+
+
+def test_a_line_goes_to_a_device_as_it_is(tmp_path):
+    (tmp_path / "link").symlink_to(os.devnull)
+    save_line("{}", tmp_path / "link")
+    assert not os.path.isfile(os.devnull)
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "other").symlink_to("file")
+    save_line("{}", tmp_path / "other")
+    assert (tmp_path / "other").is_symlink()
+    assert (tmp_path / "file").read_text() == "{}\n"
+
+
+def test_a_recipe_without_paths_needs_no_copy_of_this_machine(tmp_path):
+    write_recipe(tmp_path, recipe_of(1))
+    assert sorted(os.listdir(tmp_path)) == ["recipe.local.yaml", "recipe.yaml"]
+    write_recipe(tmp_path, recipe_of(1, "owner/target"))
+    assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 
 VALUES: tuple[Any, ...] = (

@@ -40,15 +40,17 @@ def text_writer(text: str) -> Writer:
     return lambda path: Path(path).write_bytes(text.encode("utf-8"))
 
 
-def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -> None:
+def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer], stale: Sequence[str] = ()) -> None:
     """Writes files into `folder`, which is made; see `replacing`. The last file describes the others.
 
     Args:
         files: writers by name.
+        stale: names of files to remove when the new ones arrive.
     Raises:
         CheckpointError: the files could not be written (a full disk, no rights). Everything is as it was.
     """
     with replacing(folder, list(files)[-1]) as new:
+        new.stale.extend(stale)
         try:
             for name, write in files.items():
                 write(str(new.scratch / name))
