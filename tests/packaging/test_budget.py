@@ -14,7 +14,7 @@ BUDGET = {
     "plugins/hf_speculate_plugins": 14_225,
     "plugins/hf_speculate_tools": 5_910,
     "training/hf_speculate_training": 8_510,
-    "tests": 52_330,
+    "tests": 52_360,
 }
 SOURCES = (".py", ".cpp", ".h")
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_speculate
 from hf_speculate.errors import CheckpointError
-from hf_speculate_plugins.mtp import MtpDrafter, Source
+from hf_speculate_plugins.mtp import MtpDrafter, Source, keep
 from hf_speculate_plugins.mtp.saving import INDEX, WEIGHTS
 from hf_speculate_plugins.mtp.source import SHARD
 
@@ -295,3 +295,32 @@ def test_weights_that_are_mapped_from_the_folder_stay_as_they_are(folder):
     hf_speculate.save_pretrained(fine_tuned(load_target(folder)), folder)
     for name, held in mapped.items():
         assert all(torch.equal(tensor, copies[name][key]) for key, tensor in held.items())
+
+
+@pytest.mark.parametrize("variant", [None, "bf16"])
+def test_keep_adds_everything_or_nothing(folder, tmp_path, monkeypatch, variant):
+    saved, source = tmp_path / "saved", Source.find(folder, DEPTH)
+    model = load_target(folder)
+    model.config.num_mtp_layers = 3
+    model.save_pretrained(saved, variant=variant)
+    before = content(saved)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(FULL))
+        with pytest.raises(CheckpointError, match="nothing is lost"):
+            keep(source, saved)
+    assert content(saved) == before
+    assert keep(source, saved) == sorted(draft_tensors(FAMILY))
+    check(saved, model, variant=variant)
+    assert json.loads((saved / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_a_draft_layer_alone_can_be_saved_where_it_was_read(tmp_path):
+    target = load_target(write_target(tmp_path / "model", "llama"))
+    speculator = hf_speculate.AutoSpeculator.from_name("mtp", target)
+    speculator.save_pretrained(tmp_path / "head")
+    again = hf_speculate.AutoSpeculator.from_name("mtp", target, head=str(tmp_path / "head"))
+    with torch.no_grad():
+        again.drafter.head.fc.weight.add_(1)
+    again.save_pretrained(tmp_path / "head")
+    last = hf_speculate.AutoSpeculator.from_name("mtp", target, head=str(tmp_path / "head"))
+    assert torch.equal(last.drafter.head.fc.weight, again.drafter.head.fc.weight)
