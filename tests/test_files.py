@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 
-from hf_speculate import files
 from hf_speculate.drafting import CalibrationTable
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, text_writer
+from hf_speculate.files import check_kinds, check_regular, json_writer, read_json, replace_files, replacing, text_writer
+from hf_speculate_plugins.checkpoints import write_checkpoint
 from hf_speculate_plugins.origin import check_origin, describe_identity
 from hf_speculate_plugins.suffix import SuffixStore
-from hf_speculate_tools.hub import recorded_card
+from hf_speculate_tools.commands.reporting import save_line
+from hf_speculate_tools.hub import recorded_card, write_card, write_custom_generate
 from hf_speculate_training.data import RowDataset
-from hf_speculate_training.run import read_recipe, training_arguments
+from hf_speculate_training.run import Recipe, read_recipe, recipe_from, training_arguments
+from hf_speculate_training.run.plots import plot_run
+from hf_speculate_training.run.provenance import write_provenance, write_recipe
 from hf_speculate_training.states import FeatureCache, TargetReader, write_features
 
 from .support.models import VOCAB_SIZE, build_tiny_model
@@ -120,7 +124,6 @@ def test_files_are_as_readable_as_the_users_other_files(tmp_path):
     """Also where a library makes private ones, as safetensors does."""
 
     def private(path: str) -> None:
-        os.remove(path)
         os.close(os.open(path, os.O_CREAT, 0o600))
 
     (tmp_path / "other").touch()
@@ -148,7 +151,7 @@ def test_files_are_on_the_disk_before_they_take_their_names(tmp_path, monkeypatc
     events = []
 
     def fsync(descriptor, fsync=os.fsync):
-        events.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".")[1])
+        events.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
     def replace(source, destination, replace=os.replace):
@@ -160,11 +163,171 @@ def test_files_are_on_the_disk_before_they_take_their_names(tmp_path, monkeypatc
     (tmp_path / "head" / "a").symlink_to(tmp_path / "blob")
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(files, "_flush_folder", lambda folder: events.append("sync folder"))
+    monkeypatch.setattr("hf_speculate.files.writing._flush_folder", lambda folder: events.append("sync folder"))
     replace_files(tmp_path / "head", {"a": text_writer("new"), "b": text_writer("new")})
     assert events == ["sync a", "sync b", "replace a", "replace b", "sync folder"]
     assert (tmp_path / "blob").read_text() == "blob"
     assert (tmp_path / "head" / "a").read_text() == "new"
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Content of all files by name, those of scratch folders included."""
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+OLD = {"a": "old a", "b": "old b", "last": "old", "stale": "old", "other": "kept"}
+NEW = {"a": "new a", "b": "old b", "inner/c": "new c", "last": "old"}
+
+
+def write_over(folder: Path, content: dict[str, str]) -> None:
+    with replacing(folder, "last") as new:
+        for name, text in content.items():
+            (new.scratch / name).parent.mkdir(exist_ok=True)
+            (new.scratch / name).write_text(text)
+        new.stale.extend(["stale", "absent", "a"])
+
+
+def test_new_files_replace_old_ones_and_stale_ones_go(tmp_path):
+    write_over(tmp_path / "made", OLD)
+    assert tree(tmp_path / "made") == OLD
+    write_over(tmp_path / "made", NEW)
+    assert tree(tmp_path / "made") == NEW | {"other": "kept"}
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_an_interruption_at_any_step_puts_everything_back(tmp_path, monkeypatch, has_links):
+    """Or comes too late: all files are new then. A disk may have no hard links."""
+
+    def interrupt_at(step: int) -> None:
+        left = [step]
+
+        def counted(function):
+            def call(*args, **kwargs):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                if function.__name__ == "link" and not has_links:
+                    raise PermissionError(1, "Operation not permitted")
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in ("replace", "link", "fsync", "mkdir"):
+            monkeypatch.setattr(os, name, counted(getattr(os, name)))
+
+    seen = []
+    for step in range(1, 60):
+        folder = tmp_path / str(step)
+        write_over(folder, OLD)
+        interrupt_at(step)
+        try:
+            write_over(folder, NEW)
+        except KeyboardInterrupt:
+            seen.append(tree(folder))
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+    new = tree(folder)
+    assert new == NEW | {"other": "kept"}
+    num_old = seen.count(OLD)
+    assert num_old > 15
+    assert seen == [OLD] * num_old + [new] * (len(seen) - num_old)
+
+
+def test_a_folder_of_the_name_of_a_file_stays(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "inner").write_text("kept")
+    with pytest.raises(CheckpointError, match=r"cannot replace a, b in .*a is a folder; nothing is lost"):
+        replace_files(tmp_path, {"a": text_writer("new"), "b": text_writer("new")})
+    assert tree(tmp_path) == {"a/inner": "kept"}
+
+
+def test_files_that_cannot_be_put_back_are_kept_and_named(tmp_path, monkeypatch):
+    replace_files(tmp_path, {"a": text_writer("old a"), "b": text_writer("old")})
+
+    def refuse(source, destination, replace=os.replace):
+        if ".old" not in os.fspath(destination) and os.fspath(destination).endswith("b"):
+            raise PermissionError(13, "Permission denied")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot put b back into .*; the old files are in (.*)\.$") as caught:
+        replace_files(tmp_path, {"a": text_writer("new a"), "b": text_writer("new")})
+    kept = Path(str(caught.value).rpartition(" are in ")[2].removesuffix("."))
+    assert (kept / "b").read_text() == "old"
+
+
+def card(folder: Path, number: int) -> bool:
+    return write_card(folder, base_model="owner/target", algorithm="eagle", layout="specforge", notes=f"Run {number}.")
+
+
+def store(folder: Path, number: int) -> None:
+    requests = SuffixStore()
+    requests.extend(requests.begin(""), [number])
+    requests.save(folder / "store.json")
+
+
+def recipe_of(number: int, target: str = "/local/target") -> Recipe:
+    parts = {"target": {"path": target}, "data": {"train": "data.jsonl"}, "method": {"name": "medusa"}}
+    return recipe_from({**parts, "training": {"max_steps": number}, "output": {"folder": "out"}})
+
+
+WRITERS: dict[str, Callable[[Path, int], Any]] = {
+    "calibration": lambda folder, number: CalibrationTable(greedy=(number / 10,) * 16).save(folder),
+    "card": card,
+    "code": lambda folder, number: write_custom_generate(folder),
+    "store": store,
+    "checkpoint": lambda folder, number: write_checkpoint(
+        folder, "model.safetensors", {"a": torch.full((2,), number, dtype=torch.float32)}, {"number": number}
+    ),
+    "pickle": lambda folder, number: write_checkpoint(
+        folder, "pytorch_model.bin", {"a": torch.full((2,), number, dtype=torch.float32)}, {"number": number}
+    ),
+    "provenance": lambda folder, number: write_provenance(folder, {"status": f"run {number}"}),
+    "recipe": lambda folder, number: write_recipe(folder, recipe_of(number)),
+    "curves": lambda folder, number: plot_run([{"step": 1, "loss": number}, {"step": 2, "loss": 1}], folder / "a.png"),
+    "figures": lambda folder, number: save_line(str(number), folder / "out.json"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_leaves_what_a_writer_wrote_before(writer, tmp_path, monkeypatch):
+    """Every file of ours in a user's folder is replaced whole."""
+
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    WRITERS[writer](tmp_path, 1)
+    before = content()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(SpeculateError, match=r"cannot write .*No space left on device"):
+            WRITERS[writer](tmp_path, 2)
+    assert content() == before
+    WRITERS[writer](tmp_path, 2)
+    assert (content() != before) == (writer != "code")
+
+
+def test_a_line_goes_to_a_device_as_it_is(tmp_path):
+    (tmp_path / "link").symlink_to(os.devnull)
+    save_line("{}", tmp_path / "link")
+    assert not os.path.isfile(os.devnull)
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "other").symlink_to("file")
+    save_line("{}", tmp_path / "other")
+    assert (tmp_path / "other").is_symlink()
+    assert (tmp_path / "file").read_text() == "{}\n"
+
+
+def test_a_recipe_without_paths_needs_no_copy_of_this_machine(tmp_path):
+    write_recipe(tmp_path, recipe_of(1))
+    assert sorted(os.listdir(tmp_path)) == ["recipe.local.yaml", "recipe.yaml"]
+    write_recipe(tmp_path, recipe_of(1, "owner/target"))
+    assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 
 VALUES: tuple[Any, ...] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from bisect import bisect_left
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files import read_json
+from ..files import json_writer, read_json, replace_files
 
 
 CALIBRATION_FILE = "calibration.json"
@@ -100,9 +99,9 @@ class CalibrationTable:
         return Calibration(self.sampled if samples else self.greedy)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `calibration.json`."""
+        """Writes `calibration.json`; raises `CheckpointError` if it cannot, and leaves the old one."""
         content = {"edges": list(_EDGES), "greedy": self.greedy, "sampled": self.sampled}
-        (Path(folder) / CALIBRATION_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        replace_files(folder, {CALIBRATION_FILE: json_writer(content, indent=1)})
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> CalibrationTable:

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_speculate.errors import SpeculateError
-from hf_speculate.files import user_path
+from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.files import replace_files, user_path
 from hf_speculate.tree import Round
 
 
@@ -117,12 +118,11 @@ def draw_generate(result: dict[str, Any], folder: Path) -> list[Path]:
         f"{result['num_prompts']} prompts, {result['max_new_tokens']} new tokens"
     )
     files = {folder / "speedup.png": _speedup(rows), folder / "acceptance.png": _acceptance(rows)}
+    for figure in files.values():
+        figure.suptitle(title, fontsize=9, color="#555555", x=0.01, ha="left")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, figure in files.items():
-            figure.suptitle(title, fontsize=9, color="#555555", x=0.01, ha="left")
-            figure.savefig(path, dpi=150)
-    except OSError as error:
+        replace_files(folder, {path.name: partial(figure.savefig, dpi=150) for path, figure in files.items()})
+    except CheckpointError as error:
         raise SpeculateError(f"cannot write plots to {folder}: {error}") from error
     return list(files)
 

@@ -1,6 +1,10 @@
-"""What sessions of heads draft, seen by tests."""
+"""What sessions of heads draft, seen by tests, and a disk that is full."""
 
 from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -22,3 +26,17 @@ def drafts(monkeypatch):
 
         monkeypatch.setattr(session, "draft", draft)
     return found
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[], None]]:
+    """No file may grow beyond 10 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def shrink():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+
+    yield shrink
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, before)

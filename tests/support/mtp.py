@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_speculate.files import replace_files
 from hf_speculate_plugins.mtp import LAYOUTS
-from hf_speculate_plugins.mtp.saving import WEIGHTS, add_tensors
+from hf_speculate_plugins.mtp.saving import WEIGHTS, indexed
 
 from .models import SIZES, random_model
 
@@ -79,7 +80,7 @@ def write_target(folder: Path, family: str, tensors: dict[str, torch.Tensor] | N
     model = build(family)
     model.save_pretrained(folder)
     files = dict.fromkeys(model.state_dict(), WEIGHTS)
-    add_tensors(folder, draft_tensors(family) if tensors is None else tensors, files)
+    replace_files(folder, indexed(folder, draft_tensors(family) if tensors is None else tensors, files))
     return folder
 
 

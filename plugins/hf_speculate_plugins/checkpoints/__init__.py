@@ -28,7 +28,7 @@ from .files import listed as listed
 from .files import read_checkpoint as read_checkpoint
 from .files import read_config as read_config
 from .files import read_named as read_named
-from .files import read_weight_map as read_weight_map
+from .files import shapes_in as shapes_in
 from .files import tensor_shapes as tensor_shapes
 from .files import write_checkpoint as write_checkpoint
 from .layer_config import rope_of as rope_of
@@ -45,3 +45,6 @@ from .sharing import vocabulary_tensors as vocabulary_tensors
 from .sharing import were_trained as were_trained
 from .target_files import LoadedTarget as LoadedTarget
 from .target_files import TargetFiles as TargetFiles
+from .weight_maps import read_weight_map as read_weight_map
+from .weight_maps import variant_name as variant_name
+from .weight_maps import weight_variants as weight_variants

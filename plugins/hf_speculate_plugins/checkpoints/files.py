@@ -335,24 +335,6 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
     return shapes
 
 
-def read_weight_map(find: Callable[[str], str | None]) -> dict[str, str]:
-    """The file of each tensor of a model in safetensors, by name.
-
-    Args:
-        find: function that returns the path of a file by its name; None if there is no such file.
-    Raises:
-        CheckpointError: there is none of the files, or it cannot be read.
-    """
-    name = "model.safetensors"
-    index, path = find(f"{name}.index.json"), find(name)
-    files = {} if index is None else read_index(index)
-    if path is not None and name not in files.values():  # transformers takes the file; the index is of an earlier save
-        return dict.fromkeys(shapes_in(path), name)
-    if files:
-        return files
-    raise CheckpointError(f"neither {name} nor its index is there.")
-
-
 def read_named(path: str, names: Collection[str]) -> dict[str, Tensor]:
     """Tensors of a weight file by name, on the CPU; names that it does not hold are left out."""
     found = {name: load() for name, load in named_loaders(path) if name in names}

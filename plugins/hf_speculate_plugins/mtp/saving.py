@@ -3,63 +3,85 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_speculate.errors import CheckpointError
-from hf_speculate.files import json_writer, replace_files, user_path
+from hf_speculate.errors import CheckpointError, first_line
+from hf_speculate.files import Writer, file_names, json_writer, replace_files, replacing, user_path
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 
-from ..checkpoints import read_config, read_weight_map, speculators_section, write_checkpoint
+from ..checkpoints import (
+    read_config,
+    read_weight_map,
+    speculators_section,
+    variant_name,
+    weight_variants,
+    write_checkpoint,
+)
 from ..heads import dense_state
 from .head import MtpHead
 from .layouts import layout_of, speculators_name
-from .source import COUNTS, Source, counted, text_config
+from .source import COUNTS, SHARD, Source, counted, text_config
 
 
 logger = get_logger(__name__)
 
-SHARD, WEIGHTS, INDEX = "model-mtp.safetensors", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_CARD = "README.md"
+# Keys of text models' configs that are equal where draft layers of one fit the other.
+_SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
+# Options of transformers that cannot be followed -> the reason, and what to do.
+_REFUSED = {
+    "push_to_hub": "uploads before the draft layers are there: save first, then `hf upload` the folder.",
+    "distributed_checkpoint": "writes the parts of all processes, to resume training: call model.save_pretrained.",
+}
 
 
 def save_pretrained(model: GenerativeModel, folder: str | os.PathLike, **options: Any) -> list[str]:
     """Saves a model as `model.save_pretrained` does, with the draft layers (MTP) of the checkpoint that it is from.
 
     The draft layers are copied with their own names and types: a fine-tuned or merged model keeps those of its base. If
-    the checkpoint has none, only the model is saved, and a warning names the config that counts some.
+    the checkpoint has none, the model keeps those that `folder` held for a model of the same shape. If there are none
+    either, only the model is saved, and a warning names the config that counts some.
+
+    The folder may be the one that the model is from. New files replace old ones when all of them are on the disk, so
+    there must be room for both. If saving fails or is interrupted, the folder is as it was.
 
     Args:
         folder: folder to write.
-        options: options of `model.save_pretrained`.
+        options: options of `model.save_pretrained`, but for `push_to_hub` and `distributed_checkpoint`. A process that
+            writes nothing, such as one with `is_main_process=False`, may return before the files have their names.
 
     Returns:
         Names of the tensors that were added.
 
     Raises:
-        ValueError: `push_to_hub`, which would upload the folder before the draft layers are there.
-        CheckpointError: the draft layers do not fit the folder. The model has been saved then.
+        ValueError: an option that cannot be followed. Nothing was written.
+        CheckpointError: the folder cannot be written, and is as it was; or the draft layers cannot be read. Then the
+            model has been saved without them, unless `folder` holds them.
     """
-    if options.get("push_to_hub"):
-        raise ValueError(
-            "push_to_hub uploads before the draft layers are there: save first, then `hf upload` the folder."
-        )
-    model.save_pretrained(user_path(folder), **options)
-    if getattr(model, "peft_config", None) is not None and not (Path(user_path(folder)) / "config.json").exists():
-        logger.info(f"{folder} holds an adapter: its base model keeps the draft layers.")
-        return []
-    try:
-        source = Source.of_target(model)
-    except CheckpointError as problem:
-        if counted(model.config.get_text_config(decoder=True).to_dict()):
-            logger.warning(f"the model in {folder} has no draft layers, though its config counts some: {problem}")
-        return []
-    return keep(source, folder)
+    for option, advice in _REFUSED.items():
+        if options.get(option):
+            raise ValueError(f"{option}={options[option]!r} {advice}")
+    place, problem = Path(user_path(folder)), None
+    added: list[str] = []
+    with replacing(place, "config.json") as new:
+        _save(model, place, new.scratch, options)
+        if weight_variants(new.scratch):  # else an adapter, or a process that writes nothing
+            new.stale.extend(_stale(place, new.scratch))
+            added, problem = _add_layers(model, place, new.scratch)
+    if problem is not None:
+        raise CheckpointError(f"the model is saved in {place}, without its draft layers: {problem}") from problem
+    return added
 
 
 def keep(source: Source, folder: str | os.PathLike) -> list[str]:
@@ -69,31 +91,87 @@ def keep(source: Source, folder: str | os.PathLike) -> list[str]:
         Names of the tensors that were added; empty if the folder has them.
 
     Raises:
-        CheckpointError: the folder has no model in safetensors, or one of another depth or width; or the source is a
-            GGUF file.
+        CheckpointError: the folder has no model in safetensors, or one of another depth; or the source is a GGUF file.
+            Nothing was written.
     """
-    if source.gguf is not None:
-        raise CheckpointError(
-            f"the draft layers in {source.name} are quantised as llama.cpp does: keep those of the original checkpoint."
-        )
     path = Path(user_path(folder))
-    config = read_config(str(path))
-    text = text_config(config)
-    depth = text.get("num_hidden_layers")
+    depth = text_config(read_config(str(path))).get("num_hidden_layers")
     if depth != source.num_target_layers:
         raise CheckpointError(
             f"{path} has a config of {depth} layers; the draft layers in {source.name} belong to a model of "
             f"{source.num_target_layers}."
         )
-    files = read_weight_map(lambda name: str(path / name) if (path / name).exists() else None)
-    if layout_of(files, source.num_target_layers) is not None:
+    if _has_layers(path, source):
         return []
-    add_tensors(path, _copied(source), files)
-    stated = {name: source.num_layers for name in COUNTS if text.get(name, source.num_layers) != source.num_layers}
-    if stated:
-        text |= stated
-        replace_files(path, {"config.json": json_writer(config)})
-    return sorted(source.files)
+    tensors = _copied(source)
+    replace_files(path, _additions(path, source, tensors))
+    return sorted(tensors)
+
+
+def _save(model: GenerativeModel, folder: Path, scratch: Path, options: Mapping[str, Any]) -> None:
+    """Saves a model as transformers does, to a scratch folder."""
+    with _reported(folder):
+        if (folder / _CARD).is_file():  # PEFT adds to it
+            shutil.copyfile(folder / _CARD, scratch / _CARD)
+        model.save_pretrained(str(scratch), **options)
+    if getattr(model, "peft_config", None) is not None and not weight_variants(scratch):
+        logger.info(f"{folder} holds an adapter: its base model keeps the draft layers.")
+
+
+def _add_layers(model: GenerativeModel, folder: Path, scratch: Path) -> tuple[list[str], CheckpointError | None]:
+    """Adds draft layers to the model in a scratch folder: their names, and why there are none though a file has some.
+
+    Raises:
+        CheckpointError: they cannot be written; or they cannot be read, and the model would overwrite them.
+    """
+    source = _source_of(model, folder)
+    if source is None or _has_layers(scratch, source):
+        return [], None
+    try:
+        tensors = _copied(source)
+    except CheckpointError as error:
+        if os.path.realpath(source.name) == os.path.realpath(folder):
+            raise CheckpointError(f"{error} The model would overwrite them: save it to another folder.") from error
+        return [], error
+    with _reported(folder):
+        for name, write in _additions(scratch, source, tensors).items():
+            write(str(scratch / name))
+    return sorted(tensors), None
+
+
+def _source_of(model: GenerativeModel, folder: Path) -> Source | None:
+    """The draft layers of a model's checkpoint, else those that a folder has for a model of the same shape."""
+    try:
+        return Source.of_target(model)
+    except CheckpointError as problem:
+        config = model.config.get_text_config(decoder=True).to_dict()
+        with suppress(CheckpointError):
+            there = text_config(read_config(str(folder)))
+            if there and all(there.get(key) == config.get(key) for key in _SHAPE):
+                return Source.find(folder, config["num_hidden_layers"])
+        if counted(config):
+            logger.warning(f"the model in {folder} has no draft layers, though its config counts some: {problem}")
+        return None
+
+
+@contextmanager
+def _reported(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write the model to {folder}: {first_line(error)}. Nothing that was there before is lost."
+        ) from error
+
+
+def _stale(folder: Path, scratch: Path) -> list[str]:
+    """Files of an earlier save that readers would take instead of the new ones: the same weights in other shards."""
+    found = []
+    for variant in weight_variants(scratch):
+        weights, index = variant_name(WEIGHTS, variant), variant_name(INDEX, variant)
+        shard = re.compile(re.escape(weights.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
+        found += [name for name in file_names(folder) if name in (weights, index) or shard.fullmatch(name)]
+    return found
 
 
 def write_head(
@@ -123,28 +201,66 @@ def write_head(
     write_checkpoint(folder, WEIGHTS, tensors, config)
 
 
-def add_tensors(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
-    """Writes tensors next to the weights of a model, and the index of all of them.
+def _has_layers(folder: Path, source: Source) -> bool:
+    return layout_of(_weight_map(folder)[1], source.num_target_layers) is not None
+
+
+def _weight_map(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The variant of a saved model's weights, and the file of each of its tensors."""
+    variant, *_ = weight_variants(folder) or [None]
+    return variant, read_weight_map(lambda name: str(folder / name) if (folder / name).exists() else None, variant)
+
+
+def _additions(folder: Path, source: Source, tensors: Mapping[str, Tensor]) -> dict[str, Writer]:
+    """Writers of what makes draft layers part of a saved model: their file, the index, a config that counts them."""
+    variant, files = _weight_map(folder)
+    config = read_config(str(folder))
+    text = text_config(config)
+    stated = {name: source.num_layers for name in COUNTS if text.get(name, source.num_layers) != source.num_layers}
+    text |= stated
+    counting = {"config.json": json_writer(config)} if stated else {}
+    return indexed(folder, tensors, files, variant) | counting
+
+
+def indexed(
+    folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str], variant: str | None = None
+) -> dict[str, Writer]:
+    """Writers of tensors next to the weights of a model, and of the index of all of them.
 
     Args:
+        folder: folder of the model.
         files: file of each of the model's tensors, by name.
+        variant: variant of the weights, as transformers names it.
     """
-    weights = dict(tensors)
+    weights, shard = dict(tensors), variant_name(SHARD, variant)
     size = sum(tensor.nbytes for tensor in weights.values())
     size += sum((folder / name).stat().st_size for name in set(files.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": {**files, **dict.fromkeys(weights, SHARD)}}
+    index = {"metadata": {"total_size": size}, "weight_map": {**files, **dict.fromkeys(weights, shard)}}
 
     def write(path: str) -> None:
         save_file(weights, path, metadata={"format": "pt"})
 
-    replace_files(folder, {SHARD: write, INDEX: json_writer(index)})
+    return {shard: write, variant_name(INDEX, variant): json_writer(index)}
 
 
 def _copied(source: Source) -> dict[str, Tensor]:
-    """All tensors of the draft layers as they are, copies of the target's own included, whatever their type."""
+    """All tensors of the draft layers as they are, copies of the target's own included, whatever their type.
+
+    They may be mapped from their files.
+
+    Raises:
+        CheckpointError: the source is a GGUF file, or cannot be read.
+    """
+    if source.gguf is not None:
+        raise CheckpointError(
+            f"the draft layers in {source.name} are quantised as llama.cpp does: keep those of the original checkpoint."
+        )
     found = {}
     for path, names in source.paths().items():
-        with safe_open(path, framework="pt") as file:
-            opened: Any = file
-            found |= {name: opened.get_tensor(name) for name in names}
+        try:
+            with safe_open(path, framework="pt") as file:
+                opened: Any = file
+                found |= {name: opened.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {path}, it may be truncated: {first_line(error)}.") from error
     return found

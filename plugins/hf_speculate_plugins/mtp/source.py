@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,15 @@ from hf_speculate.errors import CheckpointError, first_line
 from hf_speculate.files import read_json, user_path
 from hf_speculate.models import GenerativeModel, unwrap
 
-from ..checkpoints import Checkpoint, read_config, read_named, read_weight_map
+from ..checkpoints import (
+    Checkpoint,
+    read_config,
+    read_named,
+    read_weight_map,
+    shapes_in,
+    variant_name,
+    weight_variants,
+)
 from .layouts import LAYOUTS, Layout, Place, expert_of, layout_of
 
 
@@ -28,6 +36,8 @@ if TYPE_CHECKING:
     from hf_speculate_gguf import GgufFile
 
 
+# File that a saved model's draft layers are added in.
+SHARD = "model-mtp.safetensors"
 # Keys of configs that count draft layers.
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
@@ -82,20 +92,21 @@ class Source:
         Raises:
             CheckpointError: it cannot be read, or has no draft layers.
         """
-        name, gguf = user_path(name_or_path), None
+        name, gguf, num_tensors = user_path(name_or_path), None, 0
         try:
             if name.endswith(".gguf"):
                 from .gguf_files import opened  # and the package for packed targets
 
                 gguf = opened(name, num_target_layers)
-                files = dict.fromkeys(gguf.tensors, name)
+            for files in _weight_maps(name, hub) if gguf is None else [dict.fromkeys(gguf.tensors, name)]:
+                if (found := layout_of(files, num_target_layers)) is not None:
+                    break
+                num_tensors = num_tensors or len(files)
             else:
-                files = read_weight_map(lambda file: _file(name, file, hub))
+                config = None if gguf else _file(name, "config.json", hub)
+                raise CheckpointError(_without_layers(name, num_tensors, config))
         except OSError as error:
             raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
-        found = layout_of(files, num_target_layers)
-        if found is None:
-            raise CheckpointError(_without_layers(name, len(files), None if gguf else _file(name, "config.json", hub)))
         layout, places = found
         numbers = {place.layer for place in places.values() if place.layer is not None}
         if numbers != set(range(len(numbers))):
@@ -172,6 +183,20 @@ def _without_layers(name: str, num_tensors: int, config: str | None) -> str:
         f"{name} holds no draft layers (MTP) among its {num_tensors} tensors{lost}. Their names would be {examples}. "
         "If another checkpoint of this model has them: mtp:head=FOLDER_OR_HUB_ID."
     )
+
+
+def _weight_maps(name: str, hub: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """The file of each tensor, by name: of the model, then of its variants, then of files of draft layers alone.
+
+    The latter lie where stock saved a model again, with an index that does not list them.
+    """
+    variants = weight_variants(name) or [None]
+    for variant in variants:
+        yield read_weight_map(lambda file: _file(name, file, hub), variant)
+    for file in (variant_name(SHARD, variant) for variant in variants):
+        path = os.path.join(name, file)
+        if os.path.isfile(path):
+            yield dict.fromkeys(shapes_in(path), file)
 
 
 def _file(place: str, file: str, hub: Mapping[str, Any]) -> str | None:

@@ -62,11 +62,7 @@ def write_calibration(
     """
     model, folder = unwrap(target), writable_folder(head)
     drafter = drafter_class_for(folder).from_folder(folder, model, **options)
-    table = measure_calibration(model, drafter, prompts, max_new_tokens=max_new_tokens)
-    try:
-        table.save(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write calibration.json to {folder}: {error}") from error
+    measure_calibration(model, drafter, prompts, max_new_tokens=max_new_tokens).save(folder)
 
 
 def writable_folder(head: str | os.PathLike) -> str:

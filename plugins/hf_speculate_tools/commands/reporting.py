@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging
 
-from hf_speculate.errors import SpeculateError
-from hf_speculate.files import user_path
+from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.files import replace_files, text_writer, user_path
 from hf_speculate.messages import printable
 from hf_speculate.speculator import Speculator
 
@@ -113,9 +113,14 @@ def save_line(line: str, out: Path | None) -> None:
     """Writes the line of JSON to `out` too. Where that fails, the line is printed before the error."""
     if out is None:
         return
+    path = Path(user_path(out))
     try:
-        Path(user_path(out)).write_text(line + "\n", encoding="utf-8")
-    except OSError as error:
+        if path.exists() and not path.is_file():  # a pipe or a device, which stays one
+            path.write_text(line + "\n", encoding="utf-8")
+        else:
+            path = path.resolve()
+            replace_files(path.parent, {path.name: text_writer(line + "\n")})
+    except (OSError, CheckpointError) as error:
         typer.echo(line)
         raise SpeculateError(f"cannot write {out}: {error}") from error
 

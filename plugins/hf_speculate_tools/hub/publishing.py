@@ -19,7 +19,7 @@ from huggingface_hub.utils import yaml_dump
 
 from hf_speculate.drafting import CALIBRATION_FILE, SavedHead
 from hf_speculate.errors import CheckpointError, SpeculateError, UploadError
-from hf_speculate.files import json_writer, own_file, read_json, replace_files, section, user_path
+from hf_speculate.files import json_writer, own_file, read_json, replace_files, section, text_writer, user_path
 from hf_speculate.messages import get_logger, has_secret
 from hf_speculate.speculator import drafter_class_for
 from hf_speculate_plugins.origin import PROVENANCE_FILE, read_provenance
@@ -78,7 +78,7 @@ def copy_published(files: Mapping[str, Path], destination: str | os.PathLike, **
         replace_files(destination, {PROVENANCE_FILE: json_writer(content)})
     if RECIPE_FILE in files:
         if recipe := (read_provenance(destination) or {}).get("recipe"):
-            Path(destination, RECIPE_FILE).write_text(yaml_dump(recipe), encoding="utf-8")
+            replace_files(destination, {RECIPE_FILE: text_writer(yaml_dump(recipe))})
         else:
             logger.warning(f"left out: {RECIPE_FILE}, whose fields {PROVENANCE_FILE} does not have.")
 

@@ -14,7 +14,8 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.testing import check_drafter
 from hf_speculate_plugins.mtp import MtpDrafter, layout_of
-from hf_speculate_plugins.mtp.saving import SHARD, WEIGHTS
+from hf_speculate_plugins.mtp.saving import WEIGHTS
+from hf_speculate_plugins.mtp.source import SHARD
 
 from ...support.inputs import padded_batch
 from ...support.models import build_tiny_model

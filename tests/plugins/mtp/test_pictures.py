@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForImageTextToText, DynamicCache
 
 from hf_speculate import AutoSpeculator, Speculator
+from hf_speculate.files import replace_files
 from hf_speculate_plugins.heads import CachedAttention
-from hf_speculate_plugins.mtp.saving import WEIGHTS, add_tensors
+from hf_speculate_plugins.mtp.saving import WEIGHTS, indexed
 
 from ...support.mtp import draft_tensors
 from ...support.pictures import qwen
@@ -26,7 +27,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     model, inputs = qwen("qwen3_5")
     model.save_pretrained(folder)
-    add_tensors(folder, draft_tensors("qwen3_5_text"), dict.fromkeys(model.state_dict(), WEIGHTS))
+    replace_files(folder, indexed(folder, draft_tensors("qwen3_5_text"), dict.fromkeys(model.state_dict(), WEIGHTS)))
     target = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     target.generation_config.pad_token_id = 0
     return target, inputs

@@ -16,7 +16,8 @@ import hf_speculate
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError
 from hf_speculate_plugins.mtp import MtpDrafter, Source, keep
-from hf_speculate_plugins.mtp.saving import INDEX, SHARD, WEIGHTS
+from hf_speculate_plugins.mtp.saving import INDEX, WEIGHTS
+from hf_speculate_plugins.mtp.source import SHARD
 from hf_speculate_tools import cli
 
 from ...support.mtp import DEPTH, FAMILIES, build, draft_tensors, load_target, write_target

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.files import user_path
+from hf_speculate.files import replace_files, text_writer, user_path
 from hf_speculate_plugins.origin import read_provenance
 from hf_speculate_tools.commands import console, say
 from hf_speculate_tools.endings import INTERRUPTED
@@ -122,11 +123,9 @@ def _write_recipe(text: str, path: Path) -> None:
         say(text.removesuffix("\n"))
         return
     path = Path(user_path(path))
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise SpeculateError(f"cannot write the recipe {path}: {error}") from error
+    if os.path.lexists(path):
+        raise SpeculateError(f"cannot write the recipe {path}: it exists. Give another file, or remove it.")
+    replace_files(path.parent, {path.name: text_writer(text)})
     say(f"wrote {path}; continue with: hf-speculate train --config {path}", err=True)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas
 
 from hf_speculate.errors import SpeculateError
+from hf_speculate.files import replace_files
 
 from .evaluation import ACCEPTANCE
 
@@ -21,7 +23,7 @@ _SMOOTHED_OVER = 0.05  # share of a curve's points
 
 def plot_run(history: Sequence[Mapping[str, Any]], path: str | os.PathLike, title: str = "") -> None:
     """Draws the curves of a log history; panels without data are left out. Raises `SpeculateError` if nothing can be
-    drawn."""
+    drawn or written."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -61,7 +63,8 @@ def plot_run(history: Sequence[Mapping[str, Any]], path: str | os.PathLike, titl
             axes.legend(frameon=False, fontsize=8, ncols=2)
     if title:
         figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
+    place = Path(path)
+    replace_files(place.parent, {place.name: figure.savefig})
 
 
 def _draw(axes: Any, found: pandas.DataFrame, train: str, evaluation: str, label: str, color: Any) -> None:

@@ -9,13 +9,12 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.files import json_writer, replace_files
+from hf_speculate.files import json_writer, replace_files, text_writer
 from hf_speculate.models import unwrap
 from hf_speculate_gguf import packing_report
 from hf_speculate_plugins.origin import PROVENANCE_FILE, describe_identity
@@ -81,13 +80,11 @@ def write_provenance(folder: str | os.PathLike, content: Mapping[str, Any]) -> N
 def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
     """Writes `recipe.yaml` for uploading, and a copy that can be run again if paths of this machine are in it."""
     public, local = recipe.to_yaml(publish=True), recipe.to_yaml()
-    local_path = Path(folder) / LOCAL_RECIPE_FILE
     if public == local:
-        local_path.unlink(missing_ok=True)
-    else:
-        local_path.write_text(local, encoding="utf-8")
-        public = f"# Paths of the machine that it ran on are cut; {LOCAL_RECIPE_FILE} there has them.\n{public}"
-    (Path(folder) / RECIPE_FILE).write_text(public, encoding="utf-8")
+        replace_files(folder, {RECIPE_FILE: text_writer(public)}, stale=[LOCAL_RECIPE_FILE])
+        return
+    public = f"# Paths of the machine that it ran on are cut; {LOCAL_RECIPE_FILE} there has them.\n{public}"
+    replace_files(folder, {LOCAL_RECIPE_FILE: text_writer(local), RECIPE_FILE: text_writer(public)})
 
 
 def _quantization(model: nn.Module) -> Any:

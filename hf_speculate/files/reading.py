@@ -1,7 +1,4 @@
-"""Files of unknown origin, read within bounds, and files that others read, written whole or not at all.
-
-Any problem of a file or a disk is a `CheckpointError`, so callers catch nothing else.
-"""
+"""Files of unknown origin, read within bounds."""
 
 from __future__ import annotations
 
@@ -9,14 +6,12 @@ import json
 import math
 import os
 import re
-import secrets
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 
 # The largest JSON file of a head or a target is an index, of a few megabytes.
@@ -32,9 +27,6 @@ _KINDS = {dict: "an object", str: "a text", int: "an integer", list: "a list"}
 
 # Beginning of the file that Git-LFS leaves in the place of a large one.
 _POINTER = b"version https://git-lfs.github.com/spec/"
-
-# Function that writes one file at a path, which no other process knows yet.
-Writer = Callable[[str], Any]
 
 
 def user_path(path: str | os.PathLike[str]) -> str:
@@ -56,15 +48,17 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         # Without O_NONBLOCK even the opening of a pipe waits.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise CheckpointError(f"cannot read {_named(path)}: {error}") from error
+        raise CheckpointError(f"cannot read {shown_path(path)}: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"cannot read {_named(path)}: it is a folder, a pipe or a device, not a regular file.")
+        raise CheckpointError(
+            f"cannot read {shown_path(path)}: it is a folder, a pipe or a device, not a regular file."
+        )
     if os.read(descriptor, len(_POINTER)) == _POINTER:
         os.close(descriptor)
         raise CheckpointError(
-            f"{_named(path)} is a pointer of Git-LFS, not the file: run `git lfs install` and `git lfs pull` in its "
-            "repository, or fetch it with `hf download`."
+            f"{shown_path(path)} is a pointer of Git-LFS, not the file: run `git lfs install` and `git lfs pull` in "
+            "its repository, or fetch it with `hf download`."
         )
     os.lseek(descriptor, 0, os.SEEK_SET)
     return open(descriptor, "rb")
@@ -93,7 +87,7 @@ def own_file(folder: str | os.PathLike[str], name: str) -> Path | None:
     for part in name.split("/"):
         path = path / part
         if part in ("", ".", "..") or os.path.basename(part) != part:
-            raise CheckpointError(f"{name!r} is not the name of a file in {_named(folder)}.")
+            raise CheckpointError(f"{name!r} is not the name of a file in {shown_path(folder)}.")
         if path.is_symlink() and not _is_cached(root, path):
             raise CheckpointError(
                 f"{path} is a link to {os.readlink(path)}, and links are not followed here: put a copy of the file in "
@@ -117,7 +111,7 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
     try:
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     except OSError as error:
-        raise CheckpointError(f"cannot read the folder {_named(folder)}: {error}") from error
+        raise CheckpointError(f"cannot read the folder {shown_path(folder)}: {error}") from error
 
 
 def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:
@@ -149,9 +143,11 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
             size = os.fstat(file.fileno()).st_size
             data = file.read(limit + 1) if size <= limit else b""
         except (OSError, MemoryError) as error:
-            raise CheckpointError(f"cannot read {_named(path)}: {error or 'it does not fit into memory'}") from error
+            raise CheckpointError(
+                f"cannot read {shown_path(path)}: {error or 'it does not fit into memory'}"
+            ) from error
     if max(size, len(data)) > limit:  # it may have grown, or not know its size
-        raise CheckpointError(f"cannot read {_named(path)}: it has more than {limit >> 20} MB.")
+        raise CheckpointError(f"cannot read {shown_path(path)}: it has more than {limit >> 20} MB.")
     return data
 
 
@@ -171,9 +167,9 @@ def read_json(path: str | os.PathLike[str], limit: int = MAX_JSON_BYTES) -> dict
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError, MemoryError) as error:  # ValueError: bytes, text or digits
         why = {RecursionError: "it is nested too deeply", MemoryError: "it does not fit into memory"}
-        raise CheckpointError(f"cannot read {_named(path)}: {why.get(type(error), error)}") from error
+        raise CheckpointError(f"cannot read {shown_path(path)}: {why.get(type(error), error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{_named(path)} holds a {type(content).__name__}, expected an object.")
+        raise CheckpointError(f"{shown_path(path)} holds a {type(content).__name__}, expected an object.")
     _check_depth(path, content)
     return content
 
@@ -197,7 +193,7 @@ def check_kinds(path: str | os.PathLike[str], content: Mapping[str, Any], kinds:
             continue
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:60]} ..."
-        raise CheckpointError(f"{_named(path)}: {place} is {shown}, expected {_KINDS.get(kind, kind)}.")
+        raise CheckpointError(f"{shown_path(path)}: {place} is {shown}, expected {_KINDS.get(kind, kind)}.")
 
 
 def section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
@@ -206,97 +202,6 @@ def section(content: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
         found = content.get(name)
         content = found if isinstance(found, Mapping) else {}
     return content
-
-
-def json_writer(value: Mapping[str, Any], indent: int | None = 2) -> Writer:
-    """A writer of an object as JSON, for `replace_files`; without `indent` it writes one line."""
-    return text_writer(json.dumps(value, indent=indent) + "\n")
-
-
-def text_writer(text: str) -> Writer:
-    """A writer of text in UTF-8, for `replace_files`."""
-    return lambda path: Path(path).write_bytes(text.encode("utf-8"))
-
-
-def replace_files(folder: str | os.PathLike[str], files: Mapping[str, Writer]) -> None:
-    """Writes files into `folder`, which is made. All of them are on the disk before the first takes its name.
-
-    The last file describes the others. If it changes, the old one is put aside before any other file is replaced. So a
-    process that is killed in between leaves no description, and never one of another save.
-
-    Args:
-        files: writers by name, in the order in which the files take their names.
-    Raises:
-        CheckpointError: the files could not be written (a full disk, no rights); the message lists what is there now.
-    """
-    where = Path(folder)
-    suffix = f".{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    written = {name: where / f".{name}{suffix}" for name in files}
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        for name, write in files.items():
-            written[name].touch()
-            mode = written[name].stat().st_mode  # as the user's umask has it; safetensors makes files private
-            write(str(written[name]))
-            written[name].chmod(mode)
-            _flush(written[name])
-    # For a full disk torch and safetensors raise other errors than OSError, which differ between versions.
-    except Exception as error:
-        raise CheckpointError(
-            f"cannot write {', '.join(files)} to {_named(folder)}: {error}. Nothing that was there before is lost."
-        ) from error
-    else:
-        _publish(where, written)
-    finally:
-        _remove(written.values())
-
-
-def _publish(folder: Path, written: Mapping[str, Path]) -> None:
-    """Gives files their names. Nothing is written any more, so only rights or the disk itself can fail."""
-    last, replaced = list(written)[-1], []
-    aside = written[last].with_suffix(".old")
-    try:
-        if len(written) > 1 and (folder / last).exists() and not _is_same(folder / last, written[last]):
-            os.replace(folder / last, aside)
-            _flush_folder(folder)
-        for name, path in written.items():
-            os.replace(path, folder / name)
-            replaced.append(name)
-    except OSError as error:
-        if not replaced and aside.exists():
-            os.replace(aside, folder / last)
-        now = f"{', '.join(replaced)} are new, the rest is missing: save again" if replaced else "nothing is lost"
-        raise CheckpointError(f"cannot replace {', '.join(written)} in {_named(folder)}: {error}; {now}.") from error
-    _flush_folder(folder)
-    _remove([aside])
-
-
-def _is_same(old: Path, new: Path) -> bool:
-    return old.stat().st_size == new.stat().st_size and old.read_bytes() == new.read_bytes()
-
-
-def _flush(path: Path) -> None:
-    """Brings a file to the disk: only then a renamed file is whole after a crash."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _flush_folder(folder: Path) -> None:
-    with suppress(OSError):  # not every system can flush a folder
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with suppress(OSError):  # the folder is gone, or not ours: nothing was written there
-            path.unlink(missing_ok=True)
 
 
 def _integer(digits: str) -> int:
@@ -317,8 +222,9 @@ def _check_depth(path: str | os.PathLike[str], content: Any) -> None:
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
         if not level:
             return
-    raise CheckpointError(f"cannot read {_named(path)}: it is nested deeper than {MAX_JSON_DEPTH} levels.")
+    raise CheckpointError(f"cannot read {shown_path(path)}: it is nested deeper than {MAX_JSON_DEPTH} levels.")
 
 
-def _named(path: str | os.PathLike[str]) -> str:
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """A path as messages show it: quoted if it holds a zero byte."""
     return repr(os.fspath(path)) if "\0" in os.fspath(path) else os.fspath(path)
