@@ -8,7 +8,7 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
 
-.PHONY: demo smollm2 test test-rest test-all slow newest versions peers ecosystem scale stock-tests gpu lint fix docs bench \
+.PHONY: demo smollm2 test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean
 
 demo: $(DEMO) smollm2
@@ -126,6 +126,15 @@ stock-tests: $(SETUP)
 	test -d $$sdist || $(BIN)/pip download -q --no-deps --no-binary transformers -d $(SDISTS) transformers==$$version; \
 	test -d $$sdist || tar -xzf $$sdist.tar.gz -C $(SDISTS); \
 	PYTHONPATH=$(SDISTS)/packages TRANSFORMERS_SDIST=$$sdist $(BIN)/python -m pytest -q tests/optional/test_transformers_suite.py
+
+# The kernel with AddressSanitizer and UBSan: the tests of packed models and of drafts that it computes.
+SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libubsan.so)
+NATIVE_TESTS := tests/native tests/gguf tests/plugins/eagle tests/plugins/test_native_trees.py \
+	tests/verification tests/lossless/test_property.py
+
+sanitize: $(SETUP)
+	CXX=g++ LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
+	  $(BIN)/python -m pytest -q -p tests.support.sanitized -m "not gpu and not slow" $(NATIVE_TESTS)
 
 # With a GPU: the tests marked `gpu`, then a report of what it does with this version. make gpu ARGS="--out FILE"
 gpu: $(SETUP)

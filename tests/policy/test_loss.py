@@ -13,8 +13,8 @@ from ..support.decoding import ROOT, Simulation, best_fixed, new_session, round_
 from ..support.tiers import quick
 
 
-# One-token forwards beyond 2 %: rounds may cost more than anything that was timed before them lets expect, and the first
-# one with a draft is not charged what it takes.
+# One-token forwards beyond 2 %: rounds may cost more than anything that was timed before them lets expect, and the
+# first one with a draft is not charged what it takes.
 SURPRISE = 0.8
 
 
