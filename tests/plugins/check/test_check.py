@@ -146,7 +146,6 @@ class TestMeasure:
         assert "The target is the one that the head was trained for." in low.message
         assert "Is this the target" in HeadCheck("head", "eagle", found, record=HeadRecord(None, 0.9)).message
 
-
 MISLABELLED = {
     "layers +1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[3, 4, 6]), {"feature_layers": [2, 3, 5]}),
     "layers -1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), {"feature_layers": [2, 3, 5]}),
@@ -324,7 +323,7 @@ class TestCommand:
         assert result.stderr.startswith("hf-speculate: error: ")
 
     def test_a_head_that_cannot_get_a_table_is_refused_before_the_target_is_loaded(self):
-        result = self.run("someone/some-head", "--target", "no-such-target", "--calibrate")
+        result = self.run("someone/some-head", "--target", "someone/some-target", "--calibrate")
         assert result.exit_code == 1
         assert "someone/some-head is not a local folder" in " ".join(result.stderr.split())
 
