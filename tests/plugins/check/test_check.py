@@ -146,6 +146,20 @@ class TestMeasure:
         assert "The target is the one that the head was trained for." in low.message
         assert "Is this the target" in HeadCheck("head", "eagle", found, record=HeadRecord(None, 0.9)).message
 
+    def test_a_head_that_learned_too_little_is_not_asked_about_its_prompts(self):
+        """It was as bad at the end of its training, so neither prompts nor templates explain it."""
+        found = AcceptanceRates.of(torch.tensor([1] + [0] * 11), 2)
+        check = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.08, 1.1, steps=12))
+        assert check.is_low
+        assert check.verdict == "untrained"
+        assert "trained too little (0.08 at depth 1; 0.08 in training, 12 steps)" in check.message
+        assert "?" not in check.message
+        worse = HeadCheck("head", "eagle", AcceptanceRates.of(torch.tensor([0, 0]), 2), record=HeadRecord(True, 0.08))
+        assert worse.verdict == "unexplained"
+        trained = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.5, steps=12))
+        assert trained.verdict == "unexplained"
+
+
 MISLABELLED = {
     "layers +1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[3, 4, 6]), {"feature_layers": [2, 3, 5]}),
     "layers -1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]), {"feature_layers": [2, 3, 5]}),
