@@ -16,6 +16,7 @@ from hf_speculate_tools.commands import (
     new_tokens_option,
     parse_spec,
     read_prompts,
+    say,
     say_json,
     speculator_option,
     target_option,
@@ -220,6 +221,8 @@ def regenerate_command(
     figures = vars(report) | counted | {"output": str(output)}
     if (length := answering.mean_acceptance_length()) is not None:
         figures["mean_acceptance_length"] = length
+    if advice := report.advice(options):
+        say(advice, err=True)
     say_json(figures)
 
 
