@@ -84,6 +84,7 @@ def train(
     from .arguments import end_process_group, process_index
     from .defaults import default_choices, recipe_values
     from .evaluation import ACCEPTANCE
+    from .folder import checkpoints_note
     from .guards import InterruptedTrainingError
     from .preflight import describe_run
     from .recipe import read_recipe, recipe_from
@@ -115,6 +116,8 @@ def train(
         length = ((read_provenance(folder) or {}).get("metrics") or {}).get(f"eval_{ACCEPTANCE}")
         if length is not None:
             say(f"On held-out prompts it yields {length:.2f} tokens per drafted round.")
+        if note := checkpoints_note(folder):
+            say(note)
         say(f"next: hf-speculate doctor -t {recipe.target.path} -s {folder}    (does it pay on this machine?)")
 
 
