@@ -96,12 +96,12 @@ class HeadCheck:
         """The outcome in a word.
 
         "plausible": acceptance is that of a trained head. "mislabelled": it is low as stated, plausible with `fix`.
-        "better": `fix` helps, but acceptance stays low, or was plausible before. "untrained": it was as low at the
-        end of the head's training. "explained": no convention helps, and `findings` list what acceptance depends on.
+        "better": `fix` helps, but acceptance stays low, or was plausible before. "untrained": it was low at the
+        end of the head's training already. "explained": no convention helps, and `findings` list what acceptance depends on.
         "unexplained": nothing that was tried helps.
         """
         if not self.fix or self.best is None:
-            if self.record.is_untrained and self.stated.by_depth[0] >= self.record.low_first:
+            if self.record.is_untrained:
                 return "untrained"
             low = "explained" if self.findings else "unexplained"
             return low if self.is_low else "plausible"

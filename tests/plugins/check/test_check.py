@@ -155,7 +155,7 @@ class TestMeasure:
         assert "trained too little (0.08 at depth 1; 0.08 in training, 12 steps)" in check.message
         assert "?" not in check.message
         worse = HeadCheck("head", "eagle", AcceptanceRates.of(torch.tensor([0, 0]), 2), record=HeadRecord(True, 0.08))
-        assert worse.verdict == "unexplained"
+        assert worse.verdict == "untrained"
         trained = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.5, steps=12))
         assert trained.verdict == "unexplained"
 
