@@ -96,8 +96,8 @@ class HeadCheck:
         """The outcome in a word.
 
         "plausible": acceptance is that of a trained head. "mislabelled": it is low as stated, plausible with `fix`.
-        "better": `fix` helps, but acceptance stays low, or was plausible before. "untrained": it was low at the
-        end of the head's training already. "explained": no convention helps, and `findings` list what acceptance depends on.
+        "better": `fix` helps, but acceptance stays low, or was plausible before. "untrained": it was low at the end
+        of the training already. "explained": no convention helps, and `findings` list what acceptance depends on.
         "unexplained": nothing that was tried helps.
         """
         if not self.fix or self.best is None:
