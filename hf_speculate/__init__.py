@@ -8,6 +8,10 @@ from .compatibility import check_version, explained
 check_version()
 
 try:
+    # Bound here, because the command line imports these three before the package (`hf_speculate_tools.front`).
+    from . import errors as errors
+    from . import files as files
+    from . import messages as messages
     from .drafting import Drafter as Drafter
     from .drafting import DraftRequest as DraftRequest
     from .drafting import DraftSession as DraftSession

@@ -71,10 +71,12 @@ class PrefixHandler(logging.Handler):
     """Writes log messages to stderr as transformers' handler would."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
         from transformers.utils import logging as transformers_logging
 
         if record.levelno >= transformers_logging.get_verbosity() and not logging.getLogger().handlers:
-            sys.stderr.write(f"[hf_speculate] {self.format(record)}\n")
+            # It takes progress bars away while it writes: a message would begin on the line of a bar.
+            tqdm.write(f"[hf_speculate] {self.format(record)}", file=sys.stderr)
 
 
 def install_handler() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
+from tqdm import tqdm
 
 from hf_speculate.messages import (
     _ROOTS,
@@ -150,6 +153,14 @@ def warned(monkeypatch, capsys, name, handlers):
 @pytest.mark.parametrize("name", _ROOTS)
 def test_messages_say_whose_they_are(verbosity, monkeypatch, capsys, name):
     assert warned(monkeypatch, capsys, f"{name}.part", []) == "[hf_speculate] drafts do not pay here.\n"
+
+
+def test_messages_stand_above_progress_bars(verbosity, monkeypatch, capsys):
+    """A bar has no end of line: a message after it would hang on it."""
+    with tqdm(total=2, file=sys.stderr, ncols=40):
+        assert re.search(
+            r"\r\[hf_speculate\] drafts do not pay here\.\n", warned(monkeypatch, capsys, "hf_speculate.x", [])
+        )
 
 
 def test_transformers_verbosity_quietens_them(verbosity, monkeypatch, capsys):

@@ -7,6 +7,7 @@ speculator     `Speculator` and `AutoSpeculator`
 attaching      speculators attached to models
 """
 
+from . import registry as registry  # which the command line imports before the package
 from .attaching import attach as attach
 from .attaching import attached as attached
 from .attaching import attached_to as attached_to

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..drafting import Drafter
 from ..errors import DrafterNotFoundError, SpeculateError
 from ..files import user_path
+
+
+if TYPE_CHECKING:  # imported where a class is loaded: names are looked up without torch
+    from ..drafting import Drafter
 
 
 GROUP = "hf_speculate.drafters"
@@ -40,12 +43,16 @@ def load_drafter(name: str) -> type[Drafter]:
     drafters = installed_drafters()
     if name not in drafters:
         raise DrafterNotFoundError(unknown_drafter_message(name))
+    from ..drafting import Drafter
+
     return load_installed(drafters[name], Drafter)
 
 
 @lru_cache(maxsize=1)
 def joining_drafters() -> list[type[Drafter]]:
     """The installed drafters that draft together with others: for "a+b", or for requests that they join."""
+    from ..drafting import Drafter
+
     return [load_installed(point, Drafter) for point in find_installed(JOINING_GROUP, "drafter").values()]
 
 
@@ -70,6 +77,15 @@ def unknown_drafter_message(name: str) -> str:
     if not near and "Did you mean" not in message:
         near = heads
     return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
+
+
+def check_local(path: str) -> None:
+    """Raises `DrafterNotFoundError` for a path that can only be one of this machine, and is no folder."""
+    is_local = os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1
+    if is_local and not os.path.isdir(path):
+        raise DrafterNotFoundError(
+            f"{path!r} is not a folder. A head is a folder, a GGUF file or a Hub id 'owner/name'."
+        )
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
@@ -177,6 +193,8 @@ class SpeculatorSpec:
             source = SpeculatorSpec.parse(part).source
             if source not in installed_drafters() and not os.path.exists(source) and "/" not in source:
                 raise DrafterNotFoundError(unknown_drafter_message(source))
+            if not source.endswith(".gguf"):
+                check_local(source)
 
     @property
     def label(self) -> str:

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 
 from ..errors import CheckpointError, DrafterNotFoundError, first_line
 from ..files import file_names, read_json, user_path
-from .registry import installed_drafters, load_drafter, unknown_drafter_message
+from .registry import check_local, installed_drafters, load_drafter, unknown_drafter_message
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".index.json")
@@ -56,10 +56,7 @@ def local_folder(
         except _DOWNLOAD_ERRORS as error:
             raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     if not os.path.isdir(path):
-        if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise DrafterNotFoundError(
-                f"{path!r} is not a folder. A head is a folder, a GGUF file or a Hub id 'owner/name'."
-            )
+        check_local(path)
         if path in installed_drafters():
             raise DrafterNotFoundError(
                 f"{path!r} is the name of a drafter, not a head: AutoSpeculator.from_name({path!r}, target=...)."

@@ -8,6 +8,7 @@ from .counters import Counters
 
 
 _LOW_LENGTH = 1.05  # mean acceptance length: as good as nothing is accepted
+_UNTRAINED = 0.15  # accuracy in training below which a head has learned too little; the weakest useful ones show 0.2
 _USUAL_FIRST = 0.6  # share accepted at depth 1: published heads of large targets show 0.62 to 0.73 for a chain
 # Shares of the accuracy in training that count as usual: on other greedy text, on sampled text.
 _LEAST, _LEAST_SAMPLED = 0.8, 0.6
@@ -25,11 +26,18 @@ class HeadRecord:
             there is no record of it.
         accuracy: share of its first draft tokens that were right at the end of training; None without a record.
         length: mean acceptance length at the end of training; None without a record.
+        steps: optimizer steps of its training; None without a record.
     """
 
     is_own_target: bool | None = None
     accuracy: float | None = None
     length: float | None = None
+    steps: int | None = None
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether the head drafted hardly anything right at the end of its training already."""
+        return self.accuracy is not None and self.accuracy < _UNTRAINED
 
     @property
     def low_first(self) -> float:

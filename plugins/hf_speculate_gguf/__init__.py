@@ -15,6 +15,7 @@ vocabulary     a tokenizer of transformers as metadata
 writing        files of metadata and tensors
 """
 
+from . import named as named  # which the command line imports before the package
 from .architectures import find_architecture as find_architecture
 from .loading import load_gguf as load_gguf
 from .loading import load_model as load_model

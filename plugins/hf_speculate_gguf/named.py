@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
 from hf_speculate.errors import CheckpointError
 
 
@@ -51,6 +49,8 @@ def _file_of_user(variable: str, repository: str, name: str) -> str | None:
         if not os.path.isfile(path):
             raise CheckpointError(f"{variable} names {path!r}, which is not a file. Give a GGUF file, or unset it.")
         return path
+    from huggingface_hub import try_to_load_from_cache  # imported here, as the names alone do not need it
+
     cached = try_to_load_from_cache(repository, name)
     return cached if isinstance(cached, str) else None
 

@@ -119,8 +119,8 @@ class TestPlots:
         assert json.loads(ran.stdout.splitlines()[-1]) == json.loads(out.read_text())
 
     def test_without_matplotlib_it_says_what_to_install(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("hf_speculate_tools.commands.options.find_spec", lambda name: None)
-        result = CliRunner().invoke(app, ["bench", "generate", "--target", "absent", "--plot", str(tmp_path)])
+        monkeypatch.setattr("hf_speculate_tools.commands.checks.find_spec", lambda name: None)
+        result = CliRunner().invoke(app, ["bench", "generate", "--target", ".", "--plot", str(tmp_path)])
         assert result.exit_code == 1
         assert "pip install 'hf-speculate[plots]'" in result.stderr
 

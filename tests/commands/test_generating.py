@@ -19,7 +19,8 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.stats import SpeculationStats
 from hf_speculate_tools import cli
 from hf_speculate_tools.cli.chat import Conversation
-from hf_speculate_tools.cli.session import Session, SessionOptions, print_piece, sampling
+from hf_speculate_tools.cli.options import SessionOptions, sampling
+from hf_speculate_tools.cli.session import Session, print_piece
 from hf_speculate_tools.commands import DraftTypist, chat_ids
 
 from ..docs.pages import REPOSITORY

@@ -115,15 +115,13 @@ class TestQwenCoder:
 
     def test_without_the_file_the_command_is_told(self, monkeypatch):
         monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
-        monkeypatch.setattr("hf_speculate_gguf.named.try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
         with pytest.raises(CheckpointError, match="hf download Qwen/Qwen2"):
             hf_speculate.load_gguf(self.NAME)
 
     def test_the_cache_of_the_hub_is_looked_at(self, tmp_path, monkeypatch):
         monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
         asked = []
-        monkeypatch.setattr(
-            "hf_speculate_gguf.named.try_to_load_from_cache", lambda *a: asked.append(a) or str(tmp_path)
-        )
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a: asked.append(a) or str(tmp_path))
         assert QWEN_CODER.find() == str(tmp_path)
         assert asked == [("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")]

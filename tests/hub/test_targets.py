@@ -65,13 +65,14 @@ class TestIdentity:
         folder = head(describe_identity(build_tiny_model()))
         path = Path(folder) / "provenance.json"
         metrics = {"eval_accuracy_0": 0.5, "eval_mean_acceptance_length": 2.5}
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": metrics}))
-        assert head_record(folder, build_tiny_model()) == HeadRecord(True, 0.5, 2.5)
+        training = {"training": {"steps": 12}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"metrics": metrics} | training))
+        assert head_record(folder, build_tiny_model()) == HeadRecord(True, 0.5, 2.5, 12)
         tuned = copy.deepcopy(build_tiny_model())
         tuned.model.norm.weight.data += 0.1
         assert head_record(folder, tuned).is_own_target is False
         speculator = AutoSpeculator.from_pretrained(folder, target=build_tiny_model(), feature_layers=(0, 1, 2))
-        assert speculator.stats.advice.record == HeadRecord(True, 0.5, 2.5)
+        assert speculator.stats.advice.record == HeadRecord(True, 0.5, 2.5, 12)
         path.unlink()
         assert head_record(folder, build_tiny_model()) == HeadRecord()
 

@@ -3,36 +3,21 @@
 `train_head(read_recipe(...))` runs a recipe. `HeadTrainer` trains from target, method and data set, as TRL's trainers
 do, or with parts of your own. A training method of your own is a `TrainingMethod`; `hf_speculate_training.methods` has
 the parts of the built-in ones.
+
+Its command line is read without torch: names are imported when they are asked for.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import extras as extras  # first: it names missing packages
-from .data import Batch, DataOptions
-from .methods import StepOutput, TrainingMethod
-from .run import (
-    AcceptanceOptions,
-    HeadTrainer,
-    HeadTrainingArguments,
-    MethodSection,
-    Recipe,
-    read_recipe,
-    train_head,
-)
-from .sections import RecipeError
-from .states import TargetStates
 
 
-__all__ = [
-    "AcceptanceOptions",
-    "Batch",
-    "DataOptions",
-    "HeadTrainer",
-    "HeadTrainingArguments",
-    "MethodSection",
-    "Recipe",
-    "RecipeError",
-    "StepOutput",
-    "TargetStates",
-    "TrainingMethod",
-    "read_recipe",
-    "train_head",
-]
+if TYPE_CHECKING:
+    from .with_torch import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module(f"{__name__}.with_torch"), name)

@@ -4,7 +4,6 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 
-from .run.arguments import process_index
 from .run.command import TRAIN_EXAMPLES, train
 
 
@@ -21,5 +20,7 @@ if __name__ == "__main__":
     try:
         app()
     except SpeculateError as error:
+        from .run.arguments import process_index
+
         who = f" (process {process_index()})" if process_index() else ""
         raise SystemExit(f"hf-speculate: error{who}: {error}") from error

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -31,11 +31,8 @@ from hf_speculate.scoring import sample_bytes
 from hf_speculate_gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 from hf_speculate_tools.commands import target_path
 
+from .names import DtypeName, QuantizationName
 from .sections import RecipeError, expand_home
-
-
-DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-QuantizationName: TypeAlias = Literal["4bit", "8bit"]
 
 
 @dataclass(frozen=True, kw_only=True)

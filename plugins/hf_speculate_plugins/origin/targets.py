@@ -198,10 +198,13 @@ def _compare(folder: str, target: GenerativeModel) -> tuple[HeadRecord, list[str
     is_own = None if not are_same else not (problems or adapter_mismatch(folder, target))
     measured = content.get("metrics") or {}
     accuracy, length = (measured.get(f"eval_{name}") for name in ("accuracy_0", "mean_acceptance_length"))
+    training = content.get("training")
+    steps = training.get("steps") if isinstance(training, Mapping) else None
     return HeadRecord(
         is_own,
         accuracy if isinstance(accuracy, float) and 0 < accuracy <= 1 else None,
         length if isinstance(length, float) and length >= 1 else None,
+        steps if isinstance(steps, int) and steps >= 0 else None,
     ), problems
 
 

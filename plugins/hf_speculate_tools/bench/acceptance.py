@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import product
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-import typer
-
-from hf_speculate.speculator import SpeculatorSpec
 from hf_speculate.stats import SpeculationStats
 
-from ..commands import Grid, NewTokens, Temperatures, by_depth, check_temperatures, default_specs, progress
+from ..commands import Grid, by_depth, check_temperatures, progress
 from .methods import speculator_methods
 from .runs import batches, fixed_length, generate_once, merged
-from .workload import WorkloadSettings, describe_target, load_workload
-
-
-@dataclass(kw_only=True)
-class AcceptanceSettings(WorkloadSettings):
-    """Options of `bench acceptance`.
-
-    `nodes` become the drafter's option `max_nodes`, unless the speculator's own options set it.
-    """
-
-    QUICK: ClassVar = {"limit": 3, "max_new_tokens": 32}
-
-    nodes: Annotated[
-        list[int],
-        typer.Option(min=1, help="Number of drafted tokens in a fixed tree (repeatable)."),
-    ] = field(default_factory=lambda: [8, 16, 32])
-    temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
-    max_new_tokens: NewTokens = 96
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Cut every text to this many tokens (default: whole prompts)."),
-    ] = None
-    first_token: Annotated[int, typer.Option(min=0, help="Start the cut at this token.")] = 0
-
-    def specs(self) -> list[SpeculatorSpec]:
-        """Specs as everywhere, except that the bundled draft model drafts trees too."""
-        return super().specs() if self.speculators else default_specs(self.target_name, branches=4)
+from .settings import AcceptanceSettings
+from .workload import describe_target, load_workload
 
 
 def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:

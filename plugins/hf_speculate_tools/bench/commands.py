@@ -1,12 +1,15 @@
-"""Sub-commands of `hf-speculate bench`."""
+"""Sub-commands of `hf-speculate bench`. What measures is imported when a command runs: it needs torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import typer
 
-from ..commands import add_command
-from ..plots import draw_generate
-from . import acceptance, generate
+from ..commands import Grid, add_command
+from .settings import AcceptanceSettings, BatchSettings, GenerateSettings
 
 
 _GENERATE_EXAMPLES = """
@@ -36,21 +39,47 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-add_command(
-    app,
-    "generate",
-    generate.GenerateSettings,
-    generate.bench_generate,
-    generate.tables,
-    _GENERATE_EXAMPLES,
-    draw_generate,
-)
-add_command(
-    app,
-    "acceptance",
-    acceptance.AcceptanceSettings,
-    acceptance.bench_acceptance,
-    acceptance.tables,
-    _ACCEPTANCE_EXAMPLES,
-)
-add_command(app, "batch", generate.BatchSettings, generate.bench_batch, generate.tables)
+
+
+def _measure_generate(settings: GenerateSettings) -> dict[str, Any]:
+    """Measure tokens per second of speculators and of stock generate."""
+    from .generate import bench_generate
+
+    return bench_generate(settings)
+
+
+def _measure_batch(settings: BatchSettings) -> dict[str, Any]:
+    """Measure throughput at several batch sizes, with speculators and without."""
+    from .generate import bench_batch
+
+    return bench_batch(settings)
+
+
+def _generate_tables(result: dict[str, Any]) -> Sequence[Grid | str]:
+    from .generate import tables
+
+    return tables(result)
+
+
+def _draw_generate(result: dict[str, Any], folder: Path) -> Sequence[Path]:
+    from ..plots import draw_generate
+
+    return draw_generate(result, folder)
+
+
+def _measure_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
+    """Measure how many drafts of each speculator are accepted. Times nothing."""
+    from .acceptance import bench_acceptance
+
+    return bench_acceptance(settings)
+
+
+def _acceptance_tables(result: dict[str, Any]) -> Sequence[Grid | str]:
+    from .acceptance import tables
+
+    return tables(result)
+
+
+add_command(app, "generate", GenerateSettings, _measure_generate, _generate_tables, _GENERATE_EXAMPLES, _draw_generate)
+add_command(app, "acceptance", AcceptanceSettings, _measure_acceptance, _acceptance_tables, _ACCEPTANCE_EXAMPLES)
+add_command(app, "batch", BatchSettings, _measure_batch, _generate_tables)

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
-
-import typer
+from dataclasses import replace
+from typing import Any
 
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import SpeculatorSpec
 
-from ..commands import (
-    BatchSizes,
-    Exact,
-    Grid,
-    Limit,
-    NewTokens,
-    Repeats,
-    Temperatures,
-    by_depth,
-    check_temperatures,
-    progress,
-)
+from ..commands import Grid, by_depth, check_temperatures, progress
 from .identity import compare_texts
 from .methods import (
     Method,
@@ -34,8 +20,9 @@ from .methods import (
 )
 from .replay import record_budgets
 from .runs import batches, fixed_length, generate_once, measure_in_turn, num_steps, without_refused
+from .settings import BatchSettings, GenerateSettings
 from .summary import headline, summarize
-from .workload import Workload, WorkloadSettings, describe_target, load_workload
+from .workload import Workload, describe_target, load_workload
 
 
 _COLUMNS = {
@@ -51,41 +38,6 @@ _COLUMNS = {
     "engine\nefficiency": "{speculation[engine_efficiency]:.3f}",
     "same\ntext": "{identical[share]:.0%}",
 }
-
-
-@dataclass(kw_only=True)
-class GenerateSettings(WorkloadSettings):
-    """Options of `bench generate`.
-
-    Every pair of batch size and temperature is measured. Stock's speculative modes run at batch 1. At most `max_proofs`
-    divergences of a speculator are proven. With `seconds`, as many prompts are measured as take about so long, at least
-    two.
-    """
-
-    QUICK: ClassVar = {"limit": 2, "max_new_tokens": 48, "repeats": 2}
-
-    batch_sizes: BatchSizes = field(default_factory=lambda: [1])
-    temperatures: Temperatures = field(default_factory=lambda: [0.0, 1.0])
-    max_new_tokens: NewTokens = 128
-    repeats: Repeats = 3
-    compile_baseline: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile-baseline/--no-compile-baseline",
-            help="Also measure stock generate and its drafting with static cache and torch.compile "
-            "(default: on accelerators).",
-        ),
-    ] = None
-    prompt_lookup_num_tokens: Annotated[
-        int, typer.Option("--lookup-tokens", min=1, help="Number of tokens that stock prompt lookup drafts in a round.")
-    ] = 10
-    exact: Exact = False
-    stock_speculative: bool = True
-    max_proofs: int = 8
-    seconds: float | None = None
-
-    def specs(self) -> list[SpeculatorSpec]:
-        return [spec.with_option("exact", True) if self.exact else spec for spec in super().specs()]
 
 
 def bench_generate(settings: GenerateSettings) -> dict[str, Any]:
@@ -175,19 +127,6 @@ def _methods(settings: GenerateSettings, ours: Sequence[Method], model: Generati
             draft_model_of(ours), num_lookup, longest + num_lookup if compiles else None
         )
     return [*baselines, *ours]
-
-
-@dataclass(kw_only=True)
-class BatchSettings(WorkloadSettings):
-    """Options of `bench batch`."""
-
-    QUICK: ClassVar = {"limit": 2, "max_new_tokens": 32, "repeats": 1}
-
-    limit: Limit = 8
-    batch_sizes: BatchSizes = field(default_factory=lambda: [1, 2, 4, 8])
-    temperatures: Temperatures = field(default_factory=lambda: [0.0])
-    max_new_tokens: NewTokens = 64
-    repeats: Repeats = 3
 
 
 def bench_batch(settings: BatchSettings) -> dict[str, Any]:

@@ -12,58 +12,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import SpeculatorSpec
 
 from ..commands import (
-    Category,
-    Device,
-    GgufBackend,
-    Limit,
     Prompt,
-    PromptFiles,
-    Raw,
-    Specs,
-    TargetDtype,
-    TargetOption,
     builtin_prompts,
     chat_ids,
-    default_specs,
-    default_target,
     environment,
     find_device,
     load_target,
-    parse_specs,
     read_prompts,
     tokenize,
 )
 from .runs import fitting
-
-
-@dataclass(kw_only=True)
-class WorkloadSettings:
-    """Options of every benchmark on real text.
-
-    Without speculators: prompt lookup, and whatever is bundled for the target. With `raw`, only the first turn of a
-    conversation counts.
-    """
-
-    target: TargetOption = None
-    speculators: Specs = None
-    prompts: PromptFiles = None
-    categories: Category = None
-    limit: Limit = None
-    raw: Raw = False
-    dtype: TargetDtype = "auto"
-    gguf_backend: GgufBackend = "auto"
-    max_new_tokens: int = 128
-    device: Device = None
-
-    @property
-    def target_name(self) -> str:
-        return self.target or default_target()
-
-    def specs(self) -> list[SpeculatorSpec]:
-        return default_specs(self.target_name) if not self.speculators else parse_specs(self.speculators)
+from .settings import WorkloadSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,13 +26,15 @@ from .conditions import WITH_TEMPLATE, WITHOUT_TEMPLATE, Finding, Measured, comp
 from .conventions import Alternative, alternatives
 
 
-Verdict = Literal["plausible", "mislabelled", "better", "explained", "unexplained"]
+Verdict = Literal["plausible", "mislabelled", "better", "untrained", "explained", "unexplained"]
 
 # Least gain of a change that is adopted: in standard errors, and in tokens per round. Errors are paired over positions,
 # which are not quite independent, so many are asked for.
 _MIN_SIGMAS, _MIN_GAIN = 4.0, 0.05
 _MIN_SPREAD = 0.1  # the same gain at every position does not prove certainty
 _MAX_CHANGES = 3
+
+_MORE_TRAINING = "Train it for more steps, on more of the target's own answers: other prompts or templates do not help."
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,13 @@ class HeadCheck:
         """The outcome in a word.
 
         "plausible": acceptance is that of a trained head. "mislabelled": it is low as stated, plausible with `fix`.
-        "better": `fix` helps, but acceptance stays low, or was plausible before. "explained": no convention helps, and
-        `findings` list what acceptance depends on. "unexplained": nothing that was tried helps.
+        "better": `fix` helps, but acceptance stays low, or was plausible before. "untrained": it was low at the end
+        of the training already. "explained": no convention helps, and `findings` list what acceptance depends on.
+        "unexplained": nothing that was tried helps.
         """
         if not self.fix or self.best is None:
+            if self.record.is_untrained:
+                return "untrained"
             low = "explained" if self.findings else "unexplained"
             return low if self.is_low else "plausible"
         return "mislabelled" if self.stated.is_low(self.record) and not self.is_low else "better"
@@ -118,10 +123,15 @@ class HeadCheck:
             "plausible": f"Acceptance is as expected ({first}): nothing to fix.",
             "mislabelled": f"The head is labelled wrongly. It was trained with: {changes}.",
             "better": f"The head drafts better with: {changes}.",
+            "untrained": f"The head was trained too little ({first}{self._steps}). {_MORE_TRAINING}",
             "explained": f"Acceptance is low ({first}) and no convention helps. It depends on this:",
             "unexplained": f"Acceptance is low ({first}) and no convention helps. {self._question}",
         }[self.verdict]
         return "\n".join([verdict, *(f"- {finding.kind}: {finding.message}" for finding in self.findings)])
+
+    @property
+    def _steps(self) -> str:
+        return "" if self.record.steps is None else f", {self.record.steps} steps"
 
     @property
     def _question(self) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -14,19 +12,8 @@ from hf_speculate.cache import as_cache
 from hf_speculate.errors import SpeculateError
 
 from ..commands import Typist, chat_ids, readable, say
-from .session import Session, SessionOptions, print_piece, set_seed
-
-
-_COMMANDS = "/reset starts a new chat, /stats shows statistics, /help lists these commands, /exit (or Ctrl-D) leaves"
-
-CHAT_EXAMPLES = f"""
-While chatting: {_COMMANDS}, Ctrl-C stops an answer.
-
-\b
-Examples:
-  hf-speculate chat
-  hf-speculate chat -t ./model -s ./eagle3-head --system "Answer in one sentence." --stats
-"""
+from .options import CHAT_COMMANDS, ChatOptions
+from .session import Session, print_piece, set_seed
 
 
 class Conversation:
@@ -82,21 +69,8 @@ class Conversation:
         self._known: list[int] = []
 
 
-@dataclass(kw_only=True)
-class ChatOptions(SessionOptions):
-    """Options of `chat`."""
-
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop an answer after this many tokens.")
-    ] = 1024
-    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 0 is greedy.")] = 0.7
-
-
-def chat(options: ChatOptions) -> None:
-    """Chat with a model on the terminal.
-
-    The model needs a chat template. From a pipe, each line is one turn.
-    """
+def converse(options: ChatOptions) -> None:
+    """Runs the command `chat`."""
     session = Session.load(options)
     if not session.tokenizer.chat_template:
         raise SpeculateError(
@@ -127,7 +101,7 @@ def _turn(conversation: Conversation, session: Session, shows_speed: bool) -> bo
     elif line == "/stats":
         _show_stats(session)
     elif line == "/help":
-        say(f"{_COMMANDS}.", err=True)
+        say(f"{CHAT_COMMANDS}.", err=True)
     elif line.startswith("/"):
         say(f"unknown command {line}; possible: /reset, /stats, /help, /exit.", err=True)
     elif line:

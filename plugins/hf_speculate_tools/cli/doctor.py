@@ -5,35 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.scoring import backends_in_use
 
 from ..bench import GenerateSettings, bench_generate
-from ..commands import (
-    Device,
-    Grid,
-    JsonOnly,
-    TargetDtype,
-    Threads,
-    default_specs,
-    find_device,
-    prepare,
-    report,
-    target_path,
-)
-from .session import ChatTarget, default_target
+from ..commands import Grid, default_specs, find_device, prepare, report, target_path
 
-
-DOCTOR_EXAMPLES = """
-\b
-Examples:
-  hf-speculate doctor -t ./model -s ./eagle3-head
-  hf-speculate doctor -t smollm2
-"""
 
 _PROMPTS, _NEW_TOKENS = 8, 48
 _SECONDS = 20.0  # for all calls together
@@ -52,37 +31,22 @@ _COLUMNS = {
 }
 
 
-def doctor(
-    target: ChatTarget = None,
-    speculator: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--speculator",
-            "-s",
-            help="Head or drafter to try (repeatable; default: suffix, prompt lookup and a bundled head).",
-        ),
-    ] = None,
-    gguf_backend: Annotated[
-        str | None,
-        typer.Option(
-            help="Backend of a GGUF file: auto, native, native-int8, dequantize or dense (default: native and "
-            "native-int8)."
-        ),
-    ] = None,
-    dtype: TargetDtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
-    json_only: JsonOnly = False,
+def diagnose(
+    name: str,
+    speculators: Sequence[str],
+    gguf_backend: str | None,
+    *,
+    dtype: str,
+    device: str | None,
+    threads: int | None,
+    json_only: bool,
 ) -> None:
-    """Measure for 20 s whether speculative decoding speeds up this model on this machine.
-
-    Plain generation and every drafter take turns. The last line recommends the fastest. Loading comes on top.
-    """
+    """Runs the command `doctor` on the target of this name."""
     prepare(threads)
-    name, on = target or default_target(), find_device(device)
+    on = find_device(device)
     settings = GenerateSettings(
         target=name,
-        speculators=speculator or [spec.text for spec in default_specs(name)],
+        speculators=list(speculators) or [spec.text for spec in default_specs(name)],
         limit=_PROMPTS,
         dtype=dtype,
         device=device,

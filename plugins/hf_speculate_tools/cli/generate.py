@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.text import Text
 from torch import Tensor
 
 from hf_speculate import rounds
 from hf_speculate.errors import SpeculateError
 
-from ..commands import JsonOnly, Raw, Typist, chat_ids, console, readable, say, say_json, side_by_side
-from .session import PLAIN, Session, SessionOptions, print_piece, set_seed
+from ..commands import Typist, chat_ids, console, say, say_json, side_by_side
+from .options import GenerateOptions
+from .session import Session, print_piece, set_seed
 
-
-GENERATE_EXAMPLES = """
-\b
-Examples:
-  hf-speculate generate "Why is the sky blue?"
-  hf-speculate generate "Write a haiku." -t ./model -s ./eagle3-head --temperature 0.8 --seed 1 --stats
-  hf-speculate generate --compare -t model.gguf -s prompt_lookup:max_ngram=4 < question.txt
-  hf-speculate generate "def fibonacci(" --raw --draw -t examples/pycoder -s examples/pycoder-eagle3
-  hf-speculate generate "Write a haiku." --compare --show-drafts
-"""
 
 _WARM_UP_TOKENS = 8
 
 
-@dataclass(kw_only=True)
-class GenerateOptions(SessionOptions):
-    """Options of `generate`."""
-
-    prompt: Annotated[str | None, typer.Argument(help="Text to answer; - reads it from stdin (default: stdin).")] = None
-    raw: Raw = False
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Run plain generation too, and compare speed and text.")
-    ] = False
-    draw: Annotated[bool, typer.Option("--draw", help="Draw the draft tree of every round instead of the text.")] = (
-        False
-    )
-    json_only: JsonOnly = False
-
-
-def generate(options: GenerateOptions) -> None:
-    """Generate text with a speculator, printed while it is written."""
-    if (options.compare or options.draw or options.stats) and options.speculator == PLAIN:
-        raise SpeculateError(f"--compare, --draw and --stats need a speculator: --speculator {PLAIN} turns it off.")
-    text, system = _prompt(options.prompt), options.system_message
+def write_text(options: GenerateOptions, text: str) -> None:
+    """Runs the command `generate` on a prompt."""
+    system = options.system_message
     session = Session.load(options)
     ids = _ids(text, system, options.raw, session.tokenizer)
     restart, quiet = _seeding(options.seed), options.json_only
@@ -63,17 +34,6 @@ def generate(options: GenerateOptions) -> None:
             say_json(found)
     if options.stats and session.speculator is not None:
         say(session.speculator.stats.summary(), err=True)
-
-
-def _prompt(given: str | None) -> str:
-    if given is not None and given != "-":
-        return readable(given, "the prompt")
-    if sys.stdin.isatty():
-        raise SpeculateError("no prompt: pass it as an argument, or on stdin.")
-    text = readable(sys.stdin.read(), "stdin")
-    if not text.strip():
-        raise SpeculateError("the prompt from stdin is empty.")
-    return text
 
 
 def _ids(text: str, system: str | None, raw: bool, tokenizer: Any) -> Tensor:

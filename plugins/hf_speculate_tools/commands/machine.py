@@ -17,9 +17,10 @@ from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.scoring import backends_in_use, kernel_fits
 from hf_speculate.speculator import installed_drafters
 
+from .checks import check_dtype
+
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OPTIONAL_PACKAGES = ("accelerate", "peft", "bitsandbytes", "gguf", "datasets")
 
 
@@ -105,8 +106,7 @@ def find_device(name: str | None) -> torch.device:
 
 def find_dtype(name: str) -> torch.dtype:
     """float32, bfloat16, float16 or float64 by name; raises `SpeculateError`."""
-    if name not in DTYPES:
-        raise SpeculateError(f"unknown dtype {name!r}; possible: {', '.join(DTYPES)}.")
+    check_dtype(name)
     return getattr(torch, name)
 
 

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import user_path
 
 from .reporting import say
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 FIELDS = ("prompt", "text", "question", "turns", "messages")
@@ -126,6 +128,18 @@ def readable(text: str, origin: str) -> str:
     return found
 
 
+def check_prompts(path: str | Path) -> None:
+    """Raises `SpeculateError` for a file of prompts that cannot be opened."""
+    try:
+        Path(user_path(path)).open("rb").close()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> SpeculateError:
+    return SpeculateError(f"cannot read prompts from {path}: {error}")
+
+
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with path.open(encoding="utf-8") as file:
@@ -136,7 +150,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         raise SpeculateError(f"{path}, line {number} is not a JSON object.")
                     yield number, value
     except (OSError, UnicodeDecodeError) as error:
-        raise SpeculateError(f"cannot read prompts from {path}: {error}") from error
+        raise _unreadable(path, error) from error
     except json.JSONDecodeError as error:
         raise SpeculateError(f"{path} is not JSON lines (one object per line): {error}") from error
 

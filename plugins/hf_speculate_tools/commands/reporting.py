@@ -13,25 +13,27 @@ from logging import ERROR
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
-from transformers.utils import logging
 
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import replace_files, text_writer, user_path
 from hf_speculate.messages import printable
-from hf_speculate.speculator import Speculator
 
 from .tables import Grid
 
 
 def prepare(threads: int | None) -> None:
     """Sets the number of threads; silences progress bars of transformers, and warnings that statistics repeat."""
+    import torch
+    from transformers.utils import logging
+
+    from hf_speculate.speculator import Speculator
+
     logging.disable_progress_bar()
     logging.get_logger(Speculator.__module__).setLevel(ERROR)
     if threads is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -11,15 +10,10 @@ from typing import Any, get_args, get_type_hints
 
 import typer
 
-from hf_speculate.errors import SpeculateError
-
 from .options import JsonOnly, Markdown, Out, Plot, Quick, Threads
 from .reporting import prepare, report
 from .tables import Grid
 
-
-# Logits that are divided by less than this may overflow.
-COLDEST = 1e-6
 
 _SHOWN = {"threads": Threads, "quick": Quick, "json_only": JsonOnly, "markdown": Markdown, "plot": Plot, "out": Out}
 
@@ -52,10 +46,11 @@ def add_command(
 
     def command(_context: typer.Context, **given: Any) -> None:
         how = {key: given.pop(key, None) for key in _SHOWN}
-        prepare(how["threads"])
         if how["quick"]:
             given |= {key: value for key, value in quick_values.items() if not _was_given(_context, key)}
-        result = measure(settings(**given))
+        chosen = settings(**given)  # it may refuse, which needs no torch
+        prepare(how["threads"])
+        result = measure(chosen)
         parts = list(tables(result))
         try:
             if draw is not None and how["plot"] is not None:
@@ -79,13 +74,6 @@ def command_of(settings: type[Any], run: Callable[[Any], None]) -> Callable[...,
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     _sign(command, _parameters(settings))
     return command
-
-
-def check_temperatures(*temperatures: float | None) -> None:
-    """Raises `SpeculateError` for a temperature that makes no probabilities; None is an absent one."""
-    for value in temperatures:
-        if value is not None and value != 0 and not COLDEST <= value < math.inf:
-            raise SpeculateError(f"temperature {value}: possible are 0 (greedy) and numbers from {COLDEST} up.")
 
 
 def _parameters(settings: type[Any]) -> list[inspect.Parameter]:

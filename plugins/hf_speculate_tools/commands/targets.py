@@ -6,20 +6,20 @@ import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from huggingface_hub import is_offline_mode, try_to_load_from_cache
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
-from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import Speculator, SpeculatorSpec, make_speculator
+from hf_speculate.speculator.registry import SpeculatorSpec  # the package imports torch
 from hf_speculate_gguf.named import NAMED_TARGETS, known_target, named_file
 
-from .machine import find_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_speculate.models import GenerativeModel
+    from hf_speculate.speculator import Speculator
 
 
 BUNDLED = "pycoder"
@@ -45,6 +45,11 @@ def load_target(
     The dtype "auto" is the checkpoint's, and bfloat16 for a GGUF file. With `neutral` the checkpoint's generation
     config is replaced (`neutralize`).
     """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .machine import find_dtype
+
     if dtype != "auto":
         find_dtype(dtype)
     name_or_path = target_path(name_or_path)
@@ -56,8 +61,7 @@ def load_target(
         if neutral:
             neutralize(packed)
         return packed, tokenizer
-    if gguf_backend != "auto":
-        raise SpeculateError(f"--gguf-backend is for GGUF files; {name_or_path} is not one.")
+    check_backend(name_or_path, gguf_backend)
     _check_place(name_or_path)
     for name in file_names(name_or_path):
         if name.endswith((".json", ".safetensors", ".bin")):
@@ -74,12 +78,29 @@ def load_target(
     return model.eval().to(device), tokenizer
 
 
+def check_target(name_or_path: str) -> None:
+    """Raises `SpeculateError` for a target that is not there, as far as that is known without loading it."""
+    path = target_path(name_or_path)
+    if not path.endswith(".gguf"):
+        _check_place(path)
+    elif path.startswith((".", "/", "~")) and not os.path.exists(path):
+        raise SpeculateError(f"cannot load target {name_or_path!r}: no such file.")
+
+
+def check_backend(name_or_path: str, gguf_backend: str) -> None:
+    """Raises `SpeculateError` for a backend of GGUF files that is given for another target."""
+    if gguf_backend != "auto" and not target_path(name_or_path).endswith(".gguf"):
+        raise SpeculateError(f"--gguf-backend is for GGUF files; {name_or_path} is not one.")
+
+
 def _check_place(name_or_path: str) -> None:
     """Raises for a name that is neither a folder nor a repository id, before the Hub is asked several times."""
     if os.path.isdir(name_or_path):
         return
     if name_or_path.startswith((".", "/", "~")):
         raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
+    from huggingface_hub import try_to_load_from_cache
+
     if "/" not in name_or_path and not isinstance(try_to_load_from_cache(name_or_path, "config.json"), str):
         near = difflib.get_close_matches(name_or_path, [*NAMED_TARGETS, BUNDLED, *os.listdir()], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -90,6 +111,8 @@ def _check_place(name_or_path: str) -> None:
 
 
 def _way_out(name_or_path: str) -> str:
+    from huggingface_hub import is_offline_mode
+
     if os.path.isdir(name_or_path):
         lacks_config = not Path(name_or_path, "config.json").is_file()
         return " It has no config.json: a target is a folder with config, weights, tokenizer." if lacks_config else ""
@@ -100,6 +123,8 @@ def _way_out(name_or_path: str) -> str:
 
 def neutralize(model: PreTrainedModel) -> None:
     """Replaces the checkpoint's generation config, so that it sets no EOS, sampling defaults or penalties."""
+    from transformers import GenerationConfig
+
     model.generation_config = GenerationConfig(bos_token_id=model.generation_config.bos_token_id)
 
 
@@ -127,6 +152,8 @@ def default_target() -> str:
 
 def make_spec(spec: SpeculatorSpec, target: GenerativeModel, **defaults: Any) -> Speculator:
     """Makes the speculator. Every problem is a `SpeculateError`. Options of the spec win over `defaults`."""
+    from hf_speculate.speculator import make_speculator
+
     try:
         return make_speculator(spec.source, target, **(defaults | spec.options))
     except (TypeError, ValueError, OSError) as error:

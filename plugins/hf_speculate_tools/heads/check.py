@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from hf_speculate.speculator import local_folder
-from hf_speculate_gguf.named import NAMED_TARGETS
-
-from ..check import (
-    AcceptanceRates,
-    HeadCheck,
-    check_head,
-    has_other_template,
-    other_forms,
-    writable_folder,
-    write_calibration,
-)
 from ..commands import (
+    MODEL_FORMS,
     Device,
     JsonOnly,
     PromptFiles,
@@ -31,30 +19,33 @@ from ..commands import (
     Threads,
     builtin_prompts,
     console,
-    find_device,
     load_target,
+    new_tokens_option,
     prepare,
     read_prompts,
     say,
     say_json,
+    target_option,
     tokenize,
 )
+from .arguments import head_argument
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..check import AcceptanceRates, HeadCheck
 
 
 def check(
-    head: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of an EAGLE, Medusa or one-pass head.")],
-    target: Annotated[
-        str,
-        typer.Option(
-            help=f"Model that the head was trained for: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)}."
-        ),
-    ],
+    head: Annotated[str, head_argument("Folder, Hub id or GGUF file of an EAGLE, Medusa or one-pass head.")],
+    target: Annotated[str, target_option(f"Model that the head was trained for: {MODEL_FORMS}.")],
     prompts: PromptFiles = None,
     limit: Annotated[int, typer.Option(min=1, help="Use at most this many prompts of each file.")] = 16,
     raw: Raw = False,
     depth: Annotated[int, typer.Option(min=1, help="Draft this many tokens at every position.")] = 5,
     max_new_tokens: Annotated[
-        int, typer.Option(min=8, help="Let the target write this many tokens after each prompt.")
+        int, new_tokens_option("Let the target write this many tokens after each prompt.", 8)
     ] = 64,
     alternatives: Annotated[
         bool | None,
@@ -86,6 +77,11 @@ def check(
     It tries other conventions to read the head with, and prompts with another chat template. It compares positions
     before and beyond the context length in training.
     """
+    from hf_speculate.speculator import local_folder
+
+    from ..check import check_head, has_other_template, other_forms, writable_folder, write_calibration
+    from ..commands import find_device
+
     if calibrate:
         writable_folder(head)
     prepare(threads)

@@ -6,21 +6,21 @@ import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, SpeculateError
 from hf_speculate.files import user_path
-from hf_speculate.speculator import drafter_class_for, local_folder
-from hf_speculate_gguf.named import NAMED_TARGETS
-from hf_speculate_plugins.checkpoints import LoadedTarget, LoadReport, TargetFiles
 
-from ..commands import JsonOnly, say, say_json, target_path
-from ..hub import card_facts, copy_origins, rename_card, write_card
+from ..commands import MODEL_FORMS, JsonOnly, say, say_json, target_option, target_path
+from .arguments import head_argument
 from .engines import EngineName, check_target, served_layout, start_command
+
+
+if TYPE_CHECKING:
+    from hf_speculate.drafting import SavedHead
+    from hf_speculate_plugins.checkpoints import LoadReport, TargetFiles
 
 
 def convert_checkpoint(
@@ -50,11 +50,11 @@ def convert_checkpoint(
         DrafterNotFoundError: there is no such source or target.
         TargetMismatchError: the head belongs to another target.
     """
-    if out_type is not None and layout != "llama.cpp":
-        raise CheckpointError(f"the type of the matrices can be chosen for llama.cpp; {layout!r} keeps the head's.")
-    path = Path(user_path(destination))
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
+    path = _checked_destination(destination, layout, out_type)
+    from hf_speculate.speculator import drafter_class_for, local_folder
+
+    from ..hub import card_facts, copy_origins, rename_card, write_card
+
     folder = local_folder(source)
     drafter = drafter_class_for(folder)
     convert_folder = getattr(drafter, "convert", None)
@@ -75,19 +75,33 @@ def convert_checkpoint(
     return saved, report
 
 
+def _checked_destination(destination: str | os.PathLike, layout: str | None, out_type: str | None) -> Path:
+    """The path of an absent or empty folder; raises `CheckpointError`."""
+    if out_type is not None and layout not in (None, "llama.cpp"):
+        raise CheckpointError(f"the type of the matrices can be chosen for llama.cpp; {layout!r} keeps the head's.")
+    path = Path(user_path(destination))
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
+    return path
+
+
 def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
+    from hf_speculate_plugins.checkpoints import LoadedTarget, TargetFiles
+
     if isinstance(target, TargetFiles):
         return target
     path = target_path(os.fspath(target))
     if not path.endswith(".gguf"):
         return TargetFiles(path)
-    from hf_speculate_gguf import load_gguf  # a slow import that other targets do without
+    import torch
+
+    from hf_speculate_gguf import load_gguf
 
     return LoadedTarget(load_gguf(path, dtype=torch.bfloat16, backend="dense")[0], path)
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, Hub id or GGUF file of a head, in any known layout.")],
+    source: Annotated[str, head_argument("Folder, Hub id or GGUF file of a head, in any known layout.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write; it must be absent or empty.")],
     layout: Annotated[
         str | None,
@@ -102,9 +116,7 @@ def convert(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(
-            help=f"Target: folder, Hub id, GGUF file, or {', '.join(NAMED_TARGETS)}. Only if an error asks for it."
-        ),
+        target_option(f"Target: {MODEL_FORMS}. Only if an error asks for it."),
     ] = None,
     outtype: Annotated[
         str | None, typer.Option(help="Type of the weights for llama.cpp: f32, f16, bf16, q8_0 or q4_0 (default: f16).")
@@ -117,6 +129,9 @@ def convert(
     """
     if (layout is None) == (engine is None):
         raise SpeculateError("pass one of --layout and --for.")
+    _checked_destination(destination, layout, outtype)
+    from hf_speculate.speculator import drafter_class_for, local_folder
+
     files = None if target is None else _files_of(target)
     if engine is not None:
         source = local_folder(source)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_plugins.checkpoints import GGUF_FILE
 
 
 EngineName: TypeAlias = Literal["vllm", "sglang", "llama.cpp"]
@@ -72,6 +71,8 @@ def start_command(engine: EngineName, method: str, head: str | os.PathLike, targ
         target = "TARGET.gguf" if engine == "llama.cpp" else "TARGET"
     target = shlex.quote(os.path.abspath(target) if os.path.exists(target) else target)
     if engine == "llama.cpp":
+        from hf_speculate_plugins.checkpoints import GGUF_FILE
+
         file = shlex.quote(os.path.join(path, GGUF_FILE))
         return f"llama-server -m {target} -md {file} --spec-type {name} --spec-draft-n-max {_DEPTH}"
     if engine == "vllm":

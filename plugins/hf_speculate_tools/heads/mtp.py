@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate_plugins.checkpoints import read_config
-from hf_speculate_plugins.mtp import Source, keep, text_config
+from hf_speculate.files import user_path
 
 from ..commands import JsonOnly, say, say_json
 
@@ -40,9 +39,14 @@ def keep_layers(
     transformers saves a model without them, also after a fine-tune, a merge or a quantisation. They are added with
     their own names, in a file of their own.
     """
+    if not Path(user_path(folder), "config.json").is_file():
+        raise _not_a_model(folder)
+    from hf_speculate_plugins.checkpoints import read_config
+    from hf_speculate_plugins.mtp import Source, keep, text_config
+
     depth = text_config(read_config(str(folder))).get("num_hidden_layers")
     if not isinstance(depth, int):
-        raise SpeculateError(f"{folder} has no config.json of a model: give the folder of a saved model.")
+        raise _not_a_model(folder)
     found = Source.find(source, depth)
     names = keep(found, folder)
     if json_only:
@@ -51,3 +55,7 @@ def keep_layers(
         say(f"added {len(names)} tensors of {found.num_layers} draft layer(s), {found.layout.name} names, to {folder}")
     else:
         say(f"{folder} has its draft layers already")
+
+
+def _not_a_model(folder: Path) -> SpeculateError:
+    return SpeculateError(f"{folder} has no config.json of a model: give the folder of a saved model.")

@@ -11,7 +11,6 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.files import user_path
 
 from ..commands import say
-from ..hub import check_upload, push_folder, recorded_card
 
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a head.")]
@@ -47,6 +46,8 @@ def push(
     Provenance, recipe and training curves are uploaded too. Checkpoints, logs and local paths are not.
     """
     folder = _checked_folder(folder)
+    from ..hub import check_upload, push_folder
+
     if repo_id is not None:
         check_upload(repo_id)
     result = push_folder(folder, repo_id, private=private, commit_message=message)
@@ -73,6 +74,8 @@ def card(
     The card comes from the head's files and its provenance.
     """
     folder = _checked_folder(folder)
+    from ..hub import recorded_card
+
     path = folder / "README.md"
     if not recorded_card(folder, repo_id):
         raise SpeculateError(f"{path} is hand-written and was kept: move it away to generate one.")

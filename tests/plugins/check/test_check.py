@@ -146,6 +146,19 @@ class TestMeasure:
         assert "The target is the one that the head was trained for." in low.message
         assert "Is this the target" in HeadCheck("head", "eagle", found, record=HeadRecord(None, 0.9)).message
 
+    def test_a_head_that_learned_too_little_is_not_asked_about_its_prompts(self):
+        """It was as bad at the end of its training, so neither prompts nor templates explain it."""
+        found = AcceptanceRates.of(torch.tensor([1] + [0] * 11), 2)
+        check = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.08, 1.1, steps=12))
+        assert check.is_low
+        assert check.verdict == "untrained"
+        assert "trained too little (0.08 at depth 1; 0.08 in training, 12 steps)" in check.message
+        assert "?" not in check.message
+        worse = HeadCheck("head", "eagle", AcceptanceRates.of(torch.tensor([0, 0]), 2), record=HeadRecord(True, 0.08))
+        assert worse.verdict == "untrained"
+        trained = HeadCheck("head", "eagle", found, record=HeadRecord(True, 0.5, steps=12))
+        assert trained.verdict == "unexplained"
+
 
 MISLABELLED = {
     "layers +1": (lambda c: c.update(eagle_aux_hidden_state_layer_ids=[3, 4, 6]), {"feature_layers": [2, 3, 5]}),
@@ -324,7 +337,7 @@ class TestCommand:
         assert result.stderr.startswith("hf-speculate: error: ")
 
     def test_a_head_that_cannot_get_a_table_is_refused_before_the_target_is_loaded(self):
-        result = self.run("someone/some-head", "--target", "no-such-target", "--calibrate")
+        result = self.run("someone/some-head", "--target", "someone/some-target", "--calibrate")
         assert result.exit_code == 1
         assert "someone/some-head is not a local folder" in " ".join(result.stderr.split())
 

@@ -149,6 +149,17 @@ def test_no_assistant_tokens(byte_tokenizer, write_lines):
         documents_of([{"messages": CHAT[:1]}] * 3, byte_tokenizer, write_lines)
 
 
+def test_endless_answers_are_named_apart(byte_tokenizer, write_lines):
+    """`regenerate` marks them, and leaves their loss masks empty."""
+    line = {"input_ids": [3, 4, 5], "num_prompt_tokens": 1, "prompt": "a", "completion": "b b"}
+    good, endless = (
+        line | {"finish": "stop", "loss_mask": [0, 1, 1]},
+        line | {"finish": "endless", "loss_mask": [0, 0, 0]},
+    )
+    data = documents_of([good, endless, endless], byte_tokenizer, write_lines)
+    assert data.report.notes == {"dropped: endless answers, which repeat themselves": 2}
+
+
 def test_unusable_records_are_counted_not_fatal(byte_tokenizer, write_lines):
     byte_tokenizer.chat_template = (
         "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"

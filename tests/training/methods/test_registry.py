@@ -16,8 +16,8 @@ from hf_speculate.errors import SpeculateError
 from hf_speculate.testing import check_drafter, check_lossless
 from hf_speculate_tools.cli import app
 from hf_speculate_training.methods import check_method, installed_methods, load_method
-from hf_speculate_training.methods.contract import GROUP
 from hf_speculate_training.methods.eagle import Eagle3Method
+from hf_speculate_training.names import GROUP
 from hf_speculate_training.run import recipe_from, train_head
 from hf_speculate_training.sections import RecipeError
 from tests.support.entry_points import install_example, replaced_entry_points

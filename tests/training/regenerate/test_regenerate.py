@@ -202,8 +202,10 @@ def test_command(target, byte_tokenizer, tmp_path, write_lines):
 def test_the_command_takes_one_source_of_prompts(tmp_path):
     app = typer.Typer()
     app.command()(regenerate_command)
-    common = ["--target", "absent", "--output", str(tmp_path / "out.jsonl")]
-    for given in ([], ["--data", "questions.jsonl", "--self-prompts", "3"]):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "a"}\n')
+    common = ["--target", str(tmp_path), "--output", str(tmp_path / "out.jsonl")]
+    for given in ([], ["--data", str(questions), "--self-prompts", "3"]):
         result = CliRunner().invoke(app, [*common, *given])
         assert "either --data or --self-prompts" in str(result.exception)
 

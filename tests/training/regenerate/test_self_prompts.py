@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,7 +138,11 @@ class TestEndlessTexts:
             assert not any(line["loss_mask"])
         again = regenerate(target, byte_tokenizer, records, output, options, show_progress=False)
         assert (again.num_found, again.num_written) == (4, 0)
-        with pytest.raises(SpeculateError, match="none can be used: 4 dropped, no assistant tokens"):
+        advice = "4 of 4 answers repeated themselves without end and teach nothing: give a temperature (--temp"
+        assert report.advice(options).startswith(advice)
+        assert "give a temperature above 0.5" in report.advice(replace(options, temperature=0.5))
+        assert again.advice(options) == ""
+        with pytest.raises(SpeculateError, match=r"none can be used: 4 dropped, endless answers.*--temperature 0\.7"):
             prepare_data(output, byte_tokenizer, DataOptions(max_length=256))
 
 

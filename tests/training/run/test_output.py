@@ -140,6 +140,7 @@ class TestCommand:
         result = self.run(recipe_values, tmp_path, "--set", f"output.folder={other}", "--set", "training.max_steps=2")
         assert result.exit_code == 0, result.output
         assert "AutoSpeculator.from_pretrained" in result.output
+        assert f"{other}/checkpoint-* (" in result.output
         assert provenance(other)["training"]["steps"] == 2
 
     def test_dry_run_writes_nothing(self, recipe_values, tmp_path):

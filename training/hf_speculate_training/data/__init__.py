@@ -5,9 +5,9 @@ every record that cannot be used. `RowDataset` packs documents into rows. `Colla
 document of every token, its position there, and whether it counts.
 """
 
+from ..names import check_source as check_source
 from .encoding import Encoder as Encoder
 from .loading import Source as Source
-from .loading import check_source as check_source
 from .loading import load_records as load_records
 from .packing import NO_DOCUMENT as NO_DOCUMENT
 from .packing import Batch as Batch

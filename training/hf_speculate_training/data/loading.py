@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,26 +15,14 @@ from datasets.exceptions import DatasetGenerationError
 
 from hf_speculate.errors import SpeculateError, first_line
 
+from ..names import BUILDERS, is_data, local_files, suffix_of
+
 
 Source: TypeAlias = str | os.PathLike | Dataset
 
-# Suffix -> builder of `datasets`.
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".csv": "csv",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".py": "text",
-}
 _OWN_TEXTS = (".text", ".md", ".py")  # texts that `datasets` does not look for in a folder
 # Of files that cannot be read: Arrow's and pandas' errors are ValueErrors.
 _ERRORS = (OSError, ValueError, DatasetGenerationError)
-_COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
-_ABOUT = {"readme.md", "license.md", "license.txt", "citation.md", "dataset_infos.json"}  # about the data
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # of `save_to_disk`
 
 
@@ -73,11 +60,6 @@ def load_records(
     return records if limit is None else records.take(limit)
 
 
-def check_source(source: str) -> None:
-    """Raises `SpeculateError` if a source is on this machine by its name, and is not there. Reads nothing."""
-    _local_files(source)
-
-
 def describe_source(source: Source) -> str:
     """The name of a source in messages and provenance."""
     if isinstance(source, Dataset):
@@ -86,7 +68,7 @@ def describe_source(source: Source) -> str:
 
 
 def _open(name: str, split: str, config: str | None, revision: str | None) -> Dataset:
-    path, files = Path(name).expanduser(), _local_files(name)
+    path, files = Path(name).expanduser(), local_files(name)
     try:
         if any((path / index).exists() for index in _SAVED):
             found: Any = load_from_disk(str(path))
@@ -103,25 +85,6 @@ def _open(name: str, split: str, config: str | None, revision: str | None) -> Da
             raise SpeculateError(f"the data {name!r} have no split {split!r}; there are: {', '.join(map(str, found))}.")
         found = found[split]
     return found
-
-
-def _local_files(name: str) -> list[str] | None:
-    """The data files of a name, sorted; None for a name that is not of this machine."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return [str(path)]
-    if path.is_dir():
-        inside = [file for file in path.rglob("*") if file.is_file() and _is_data(file)]
-        files = sorted(str(file) for file in inside if not re.search(r"(^|/)\.", file.relative_to(path).as_posix()))
-    elif glob.has_magic(name):
-        files = sorted(file for file in glob.glob(str(path), recursive=True) if os.path.isfile(file))
-    elif name.startswith((".", "/", "~")) or suffix_of(path) in BUILDERS or name.count("/") > 1:
-        raise SpeculateError(f"cannot read the data {name!r}: no such file or folder.")
-    else:
-        return None
-    if not files:
-        raise SpeculateError(f"no data files in {name!r}; read are {', '.join(BUILDERS)}.")
-    return files
 
 
 def _read_files(path: Path, files: list[str], split: str) -> Any:
@@ -147,15 +110,10 @@ def _read_files(path: Path, files: list[str], split: str) -> Any:
     if path.is_dir() and suffixes.isdisjoint(_OWN_TEXTS):
         found = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
         # `datasets` takes own.jsonl.settings for JSON as well.
-        by_split, asked = {name: list(filter(_is_data, each)) for name, each in found.items()}, split
+        by_split, asked = {name: list(filter(is_data, each)) for name, each in found.items()}, split
     # Names are to be taken literally, not as patterns.
     literal = {name: list(map(glob.escape, each)) for name, each in by_split.items() if each}
     return load_dataset(builder, data_files=literal, split=asked, **options)
-
-
-def _is_data(file: str | Path) -> bool:
-    path = Path(file)
-    return suffix_of(path) in BUILDERS and path.name.lower() not in _ABOUT
 
 
 def _renamed(records: Dataset, columns: Mapping[str, str], name: str) -> Dataset:
@@ -177,11 +135,3 @@ def _problem(name: str, files: list[str] | None, error: BaseException) -> str:
     together = f" ({len(files)} files, read as one table: their columns must be the same)" if len(files) > 1 else ""
     encoding = " Files must be in UTF-8: `iconv -f latin1 -t utf-8` converts." if "utf" in line.lower() else ""
     return f"cannot read the data {name!r}{together}: {line}{encoding}"
-
-
-def suffix_of(path: Path) -> str:
-    """The suffix that names the format of a file, without that of its compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    while suffixes and suffixes[-1] in _COMPRESSIONS:
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""

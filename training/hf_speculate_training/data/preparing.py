@@ -49,6 +49,7 @@ _FEATURES = Features(
 _DROPPED = "dropped: "
 _TRUNCATED = "truncated"
 _NO_LOSS_TOKENS = "no assistant tokens"
+_ENDLESS = "endless answers, which repeat themselves"  # `regenerate` marks them
 
 
 def prepare_data(
@@ -145,17 +146,22 @@ def _encode_batch(
             rows.append(_row(Encoded([], []), 0.0, f"{_DROPPED}{error}", index))
             continue
         long = options.long if options.long != "auto" else "split" if isinstance(example, Plain) else "truncate"
+        empty = _ENDLESS if record.get("finish") == "endless" else _NO_LOSS_TOKENS
         for document in documents or [Encoded([], [])]:
             _check_ids(document, vocab_size, index)
             bucket = _bucket(documents[0].input_ids, options.seed) if documents else 0.0
-            pieces = [_row(piece, bucket, note, index) for piece, note in _pieces(document, max_length, long)]
+            pieces = [_row(piece, bucket, note, index) for piece, note in _pieces(document, max_length, long, empty)]
             pieces[0]["given"] = len(document.input_ids)
             rows += pieces
     return {name: [row[name] for row in rows] for name in _FEATURES}
 
 
-def _pieces(document: Encoded, max_length: int, long: str) -> list[tuple[Encoded, str]]:
-    """The pieces of a document that are used, each with a note on what happened to it."""
+def _pieces(document: Encoded, max_length: int, long: str, empty: str) -> list[tuple[Encoded, str]]:
+    """The pieces of a document that are used, each with a note on what happened to it.
+
+    Args:
+        empty: the reason to drop a piece without a token that the target is to emit.
+    """
     ids, mask = document.input_ids, document.loss_mask
     if len(ids) > max_length and long == "drop":
         return [(document, f"{_DROPPED}longer than max_length")]
@@ -163,7 +169,7 @@ def _pieces(document: Encoded, max_length: int, long: str) -> list[tuple[Encoded
     pieces = [Encoded(ids[s : s + max_length], mask[s : s + max_length]) for s in starts]
     note = _TRUNCATED if len(ids) > max_length and long == "truncate" else ""
     # The first token of a document is given, never emitted.
-    return [(piece, note if any(piece.loss_mask[1:]) else f"{_DROPPED}{_NO_LOSS_TOKENS}") for piece in pieces]
+    return [(piece, note if any(piece.loss_mask[1:]) else f"{_DROPPED}{empty}") for piece in pieces]
 
 
 def _row(document: Encoded, bucket: float, note: str, record: int) -> dict[str, Any]:
@@ -202,6 +208,11 @@ def _report_notes(notes: Counter[str], num_documents: int, num_kept: int, name: 
             + (
                 " Conversations need turns of the role 'assistant' that begin within max_length tokens."
                 if any(_NO_LOSS_TOKENS in note for note in notes)
+                else ""
+            )
+            + (
+                " Write answers that end: `hf-speculate regenerate --temperature 0.7`."
+                if any(_ENDLESS in note for note in notes)
                 else ""
             )
         )

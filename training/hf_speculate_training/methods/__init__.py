@@ -6,13 +6,13 @@ are found like any other. They share entries (the predictions that count), losse
 teacher and the draft vocabulary. A method of your own can take these parts, too.
 """
 
+from ..names import check_method as check_method
+from ..names import installed_methods as installed_methods
 from .contract import SMALL_HIDDEN_SIZE as SMALL_HIDDEN_SIZE
 from .contract import CountTokens as CountTokens
 from .contract import NoOptions as NoOptions
 from .contract import StepOutput as StepOutput
 from .contract import TrainingMethod as TrainingMethod
-from .contract import check_method as check_method
-from .contract import installed_methods as installed_methods
 from .contract import load_method as load_method
 from .entries import Entries as Entries
 from .entries import shared_size as shared_size

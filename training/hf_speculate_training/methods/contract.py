@@ -14,8 +14,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from jaxtyping import Float, Int
@@ -24,9 +22,10 @@ from transformers import PretrainedConfig
 
 from hf_speculate.drafting import Drafter, SavedHead
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import find_installed, load_installed, unknown_name_message
+from hf_speculate.speculator import load_installed
 
 from ..data import Batch
+from ..names import check_method, installed_methods
 from ..sections import RecipeError
 from ..states import TargetStates
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-GROUP = "hf_speculate.training_methods"
-_WHAT = "training method"
 # Hidden size below which heads are trained on CPUs and small GPUs, with other settings; see `suggested`.
 SMALL_HIDDEN_SIZE = 768
 
@@ -146,19 +143,6 @@ class TrainingMethod(nn.Module, ABC):
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:
         """The target's token of each draft column, ascending; None where they are the same."""
         return None
-
-
-@lru_cache(maxsize=1)
-def installed_methods() -> dict[str, EntryPoint]:
-    """Entry points of all installed methods by name; raises `SpeculateError` if two distributions claim one."""
-    return find_installed(GROUP, _WHAT)
-
-
-def check_method(name: str) -> None:
-    """Raises `RecipeError`, with a suggestion, unless a method of that name is installed."""
-    names = installed_methods()
-    if name not in names:
-        raise RecipeError(unknown_name_message(name, names, _WHAT, " in method.name"))
 
 
 def load_method(name: str) -> type[TrainingMethod]:

@@ -5,15 +5,15 @@ the questions from the target too. The output only grows: a run that was killed 
 text. `write_answers` takes any `Engine`: the target in this process, actors on a cluster, a server.
 """
 
-from .planning import Planner, RegenerateOptions
-from .self_prompts import write_self_prompts
-from .writing import regenerate, write_answers
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 
-__all__ = [
-    "Planner",
-    "RegenerateOptions",
-    "regenerate",
-    "write_answers",
-    "write_self_prompts",
-]
+if TYPE_CHECKING:
+    from .with_torch import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module(f"{__name__}.with_torch"), name)

@@ -5,38 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-import torch
 import typer
-from torch import nn
-from transformers.utils import logging
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import unwrap
-from hf_speculate.speculator import Speculator
-from hf_speculate_tools.commands import make_spec, parse_spec, read_prompts, say_json
+from hf_speculate_tools.commands import (
+    check_prompts,
+    checked,
+    new_tokens_option,
+    parse_spec,
+    read_prompts,
+    say,
+    say_json,
+    speculator_option,
+    target_option,
+    temperature_option,
+)
 
-from ..data import HeldOut, load_records
-from ..target import DtypeName, QuantizationName, TargetSection, load_config, load_target, load_tokenizer
-from .cluster import RayEngine
-from .connection import KEY_VARIABLE, Connection
-from .engine import Engine, LocalEngine
-from .planning import Planner, RegenerateOptions
-from .self_prompts import SAMPLING, write_self_prompts
-from .server import ServerEngine
-from .writing import write_answers
+from ..names import DtypeName, QuantizationName, check_source
+from .connection import KEY_VARIABLE
+
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from hf_speculate.speculator import Speculator
+
+    from .engine import Engine
 
 
 EngineName: TypeAlias = Literal["local", "ray", "server"]
 
 
 def regenerate_command(
-    target: Annotated[str, typer.Option(help="Model that writes the answers: folder or Hub id.")],
+    target: Annotated[str, target_option("Model that writes the answers: folder or Hub id.")],
     output: Annotated[Path, typer.Option(help="JSON-lines file for the answers. Run the command again to resume.")],
     data: Annotated[
         str | None,
-        typer.Option(help="Prompts: a json, jsonl, parquet, csv or text file, a folder, a pattern, or a Hub id."),
+        typer.Option(
+            help="Prompts: a json, jsonl, parquet, csv or text file, a folder, a pattern, or a Hub id.",
+            callback=checked(check_source),
+        ),
     ] = None,
     self_prompts: Annotated[
         int | None,
@@ -45,20 +56,19 @@ def regenerate_command(
     exclude: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Skip prompts that resemble those of this JSON-lines file, e.g. of a benchmark (repeatable)."
+            help="Skip prompts that resemble those of this JSON-lines file, e.g. of a benchmark (repeatable).",
+            callback=checked(check_prompts),
         ),
     ] = None,
     speculator: Annotated[
         str,
-        typer.Option(
-            "--speculator",
-            "-s",
-            help="Drafter: auto (prompt_lookup), none, or a name or head's folder as NAME:option=value,...",
+        speculator_option(
+            "Drafter: auto (prompt_lookup), none, or a name or head's folder as NAME:option=value,...", "auto", "none"
         ),
     ] = "auto",
     temperature: Annotated[
         float | None,
-        typer.Option(min=0, help="Sample at this temperature; 0 is greedy (default: the model's own settings)."),
+        temperature_option("Sample at this temperature; 0 is greedy (default: the model's own settings).", 0),
     ] = None,
     top_p: Annotated[
         float,
@@ -71,7 +81,7 @@ def regenerate_command(
     top_k: Annotated[
         int, typer.Option(min=0, help="Sample from the likeliest tokens, this many; 0 is all; needs --temperature.")
     ] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop an answer after this many tokens.")] = 512,
+    max_new_tokens: Annotated[int, new_tokens_option("Stop an answer after this many tokens.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Answer this many prompts at once.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     limit: Annotated[
@@ -143,6 +153,22 @@ def regenerate_command(
         )
     if (server is None) == (engine == "server"):
         raise SpeculateError("--server is required with --engine server, and only allowed there.")
+    columns = column_names(column or ())
+    import torch
+    from transformers.utils import logging
+
+    from hf_speculate.models import unwrap
+
+    from ..data import HeldOut, load_records
+    from ..target import TargetSection, load_config, load_target, load_tokenizer
+    from .cluster import RayEngine
+    from .connection import Connection
+    from .engine import LocalEngine
+    from .planning import Planner, RegenerateOptions
+    from .self_prompts import SAMPLING, write_self_prompts
+    from .server import ServerEngine
+    from .writing import write_answers
+
     options = RegenerateOptions(
         temperature=temperature,
         top_p=top_p,
@@ -156,7 +182,6 @@ def regenerate_command(
     )
     records = None
     if data is not None:
-        columns = column_names(column or ())
         records = load_records(data, split=split, config=config, columns=columns, limit=limit)
     held_out = HeldOut(_texts(exclude)) if exclude else None
     if threads is not None:
@@ -196,6 +221,8 @@ def regenerate_command(
     figures = vars(report) | counted | {"output": str(output)}
     if (length := answering.mean_acceptance_length()) is not None:
         figures["mean_acceptance_length"] = length
+    if advice := report.advice(options):
+        say(advice, err=True)
     say_json(figures)
 
 
@@ -218,6 +245,8 @@ def _texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def _device(name: str | None) -> torch.device:
+    import torch
+
     if name is None and torch.accelerator.is_available():
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device(name or "cpu")
@@ -226,6 +255,9 @@ def _device(name: str | None) -> torch.device:
 def _speculator(text: str, model: nn.Module) -> Speculator | None:
     if text == "none":
         return None
+    from hf_speculate.models import unwrap
+    from hf_speculate_tools.commands import make_spec
+
     return make_spec(parse_spec(_spec(text)), unwrap(model))
 
 

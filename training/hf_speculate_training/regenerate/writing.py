@@ -51,6 +51,17 @@ class RegenerateReport:
         self.num_reencoded += sum(job.is_reencoded for job in jobs)
         self.num_new_tokens += sum(sum(document.loss_mask) for job in jobs for document in job.documents)
 
+    def advice(self, options: RegenerateOptions) -> str:
+        """A line about answers that teach nothing, and what helps; empty if there are none."""
+        if not self.num_endless:
+            return ""
+        sampled = options.temperature
+        helps = f"a temperature above {sampled:g}" if sampled else "a temperature (--temperature 0.7)"
+        return (
+            f"{self.num_endless} of {self.num_written} answers repeated themselves without end and teach nothing: give "
+            f"{helps}, or other prompts. `train` leaves these answers out."
+        )
+
 
 def regenerate(
     target: nn.Module,

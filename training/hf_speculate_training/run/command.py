@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,17 +12,10 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import replace_files, text_writer, user_path
-from hf_speculate_plugins.origin import read_provenance
-from hf_speculate_tools.commands import console, say
+from hf_speculate_tools.commands import check_target, checked, console, say, target_option
 from hf_speculate_tools.endings import INTERRUPTED
 
-from .arguments import end_process_group, process_index
-from .defaults import Choice, commented_recipe, default_choices, recipe_values
-from .evaluation import ACCEPTANCE
-from .guards import InterruptedTrainingError
-from .preflight import describe_run
-from .recipe import find_recipe, read_recipe, recipe_from, recipe_names
-from .run import prepare, train_head
+from ..names import check_method, check_source, find_recipe, recipe_content, recipe_names
 
 
 _METHOD = "eagle3"
@@ -45,9 +39,12 @@ def train(
             "--config",
             "-c",
             help="Recipe: a YAML file, or the name of a shipped recipe (default: one that fits the target's size).",
+            callback=checked(recipe_content),
         ),
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Model to draft for: a folder, Hub id or GGUF file.")] = None,
+    target: Annotated[
+        str | None, target_option("Model to draft for: a folder, Hub id or GGUF file.", is_checked=False)
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Training data: a file, folder, pattern or Hub id.")] = None,
     method: Annotated[
         str | None, typer.Option(help=f"Training method, e.g. eagle3 or medusa (default without a recipe: {_METHOD}).")
@@ -77,16 +74,30 @@ def train(
     if init is not None:
         if overrides or (config and (target or data or method or output)):
             raise SpeculateError("--init writes a recipe as it is: edit the file instead of giving other options.")
-        choices = [] if config else _choices(target, data, method, output)
-        _write_recipe(find_recipe(config).read_text("utf-8") if config else commented_recipe(choices), init)
+        _write_recipe(_initial_recipe(config, target, data, method, output), init)
         return
-    leads = process_index() == 0
+    if config is None:
+        _check_given(target, data)
     values = {"target.path": target, "data.train": data, "method.name": method, "output.folder": output and str(output)}
+    _check_names(values, overrides or ())
+    from hf_speculate_plugins.origin import read_provenance
+
+    from .arguments import end_process_group, process_index
+    from .defaults import default_choices, recipe_values
+    from .evaluation import ACCEPTANCE
+    from .folder import checkpoints_note
+    from .guards import InterruptedTrainingError
+    from .preflight import describe_run
+    from .recipe import read_recipe, recipe_from
+    from .run import prepare, train_head
+
+    leads = process_index() == 0
     given = [f"{place}={json.dumps(value)}" for place, value in values.items() if value is not None]
     if config is not None:
         recipe = read_recipe(config, [*given, *(overrides or ())])
     else:
-        recipe = recipe_from(recipe_values(_choices(target, data, method, output)), overrides or ())
+        choices = default_choices(str(target), str(data), method or _METHOD, output and str(output))
+        recipe = recipe_from(recipe_values(choices), overrides or ())
         if leads:
             say(f"the recipe for {recipe.target.path} goes by its size (--init - shows it): {recipe.output.folder}")
     if dry_run:
@@ -106,16 +117,39 @@ def train(
         length = ((read_provenance(folder) or {}).get("metrics") or {}).get(f"eval_{ACCEPTANCE}")
         if length is not None:
             say(f"On held-out prompts it yields {length:.2f} tokens per drafted round.")
+        if note := checkpoints_note(folder):
+            say(note)
         say(f"next: hf-speculate doctor -t {recipe.target.path} -s {folder}    (does it pay on this machine?)")
 
 
-def _choices(target: str | None, data: str | None, method: str | None, output: Path | None) -> list[Choice]:
+def _initial_recipe(
+    config: str | None, target: str | None, data: str | None, method: str | None, output: Path | None
+) -> str:
+    """Text of the recipe that `--init` writes."""
+    if config is not None:
+        return find_recipe(config).read_text("utf-8")
+    _check_given(target, data)
+    from .defaults import commented_recipe, default_choices
+
+    return commented_recipe(default_choices(str(target), str(data), method or _METHOD, output and str(output)))
+
+
+def _check_given(target: str | None, data: str | None) -> None:
+    """Raises `SpeculateError` unless target and data are given: there is no recipe without them."""
     if target is None or data is None:
         missing = " and ".join(name for name, value in (("--target", target), ("--data", data)) if value is None)
         raise SpeculateError(
             f"{missing} must be given, or a recipe with --config: a file, or one of {', '.join(recipe_names())}."
         )
-    return default_choices(target, data, method or _METHOD, output and str(output))
+
+
+def _check_names(values: Mapping[str, str | None], overrides: Iterable[str]) -> None:
+    """Checks names before torch is imported; raises `SpeculateError`. Those that `--set` overrides do not count."""
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    checks = {"target.path": check_target, "data.train": check_source, "method.name": check_method}
+    for place, check in checks.items():
+        if place not in overridden and (value := values[place]) is not None:
+            check(value)
 
 
 def _write_recipe(text: str, path: Path) -> None:

@@ -119,6 +119,16 @@ def last_checkpoint(folder: str | os.PathLike | None) -> str | None:
     return None
 
 
+def checkpoints_note(folder: str | os.PathLike) -> str:
+    """A line about the checkpoints that a finished run leaves; empty if there are none."""
+    found = sorted(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    if not found:
+        return ""
+    size = sum(file.stat().st_size for path in found for file in path.rglob("*") if file.is_file())
+    pattern = Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-*"
+    return f"{pattern} ({size / 1e6:.0f} MB) is needed only to train on, by --resume with more steps. Else delete it."
+
+
 def _is_complete(checkpoint: Path) -> bool:
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))

@@ -15,7 +15,6 @@ Unknown keys are refused, and so are tokens: a recipe is saved with the head and
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,16 +22,12 @@ from typing import Any, Literal, get_type_hints
 
 import yaml
 
-from hf_speculate.errors import CheckpointError
-from hf_speculate.files import read_bytes, user_path
 from hf_speculate.messages import find_secret
-from hf_speculate.speculator import unknown_name_message
 from hf_speculate_tools.hub import public_recipe
 
 from ..data import DataOptions
-from ..methods import check_method
+from ..names import check_method, recipe_content
 from ..sections import (
-    MAX_BYTES,
     RecipeError,
     expand_home,
     field_names,
@@ -43,11 +38,6 @@ from ..sections import (
 )
 from ..target import TargetSection
 from .evaluation import AcceptanceOptions
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-# A wheel has the recipes inside the package, a checkout next to it.
-_FOLDERS = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,23 +163,6 @@ class Recipe:
         return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
 
 
-def recipe_names() -> list[str]:
-    """The names of all shipped recipes."""
-    return sorted({path.stem for folder in _FOLDERS for path in folder.glob("*.yaml")})
-
-
-def find_recipe(name_or_path: str | os.PathLike) -> Path:
-    """The file of a recipe: the path itself, or the shipped recipe of that name."""
-    name = user_path(name_or_path)
-    path = Path(name)
-    if path.exists() or path.suffix.lower() in (".yaml", ".yml", ".json") or path.name != name:
-        return path
-    found = next((folder / f"{name}.yaml" for folder in _FOLDERS if (folder / f"{name}.yaml").is_file()), None)
-    if found is None:
-        raise RecipeError(f"{unknown_name_message(name, recipe_names(), 'recipe')} Or give the path of a file.")
-    return found
-
-
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe in a YAML file.
 
@@ -199,11 +172,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         RecipeError: there is no such file, it is not YAML, a key is unknown, or a value has the wrong type.
     """
-    try:
-        text = read_bytes(find_recipe(path), MAX_BYTES).decode("utf-8")
-    except (CheckpointError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    content = parse_yaml(text, str(path))
+    content = recipe_content(path)
     if not isinstance(content, dict):
         raise RecipeError(f"{path} is not a recipe: it must have the sections {', '.join(field_names(Recipe))}.")
     return recipe_from(content, overrides)

@@ -5,14 +5,23 @@ Its model is a `TrainingMethod`. The target stays outside, so neither the optimi
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from hf_speculate.errors import SpeculateError
@@ -31,6 +40,7 @@ from .evaluation import AcceptanceEvaluation
 from .folder import STATE_FILE, check_checkpoint, last_checkpoint, step_of
 from .guards import DivergedError, DivergenceGuard, Interruption, diverged
 from .optimizers import MuonWithAdamW
+from .progress import TrainingProgress, messages_above_bars
 from .provenance import describe_use, write_provenance
 from .recipe import EvaluationSection, MethodSection
 
@@ -115,6 +125,9 @@ class HeadTrainer(Trainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
+        self._progress = TrainingProgress()
+        if self.pop_callback(ProgressCallback) is not None:  # not where a notebook has its own
+            self.add_callback(self._progress)
         self.target, self.method, self.evaluation = parts.target, parts.method, parts.evaluation
         self.reader = TargetReader(self.target, self.method.feature_layers)
         self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
@@ -199,7 +212,12 @@ class HeadTrainer(Trainer):
             check_checkpoint(resume_from_checkpoint, self.method)
             if step_of(resume_from_checkpoint) >= self.num_steps():
                 return self._restore(resume_from_checkpoint)
-        with self._interruption.listening(self.args.world_size):
+            self._resolve_shares()
+        with (
+            self._interruption.listening(self.args.world_size),
+            messages_above_bars(),
+            closing(self._progress),
+        ):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def num_steps(self) -> int:
@@ -208,6 +226,13 @@ class HeadTrainer(Trainer):
             return self.set_initial_training_values(self.args, self.get_train_dataloader())[6]
         except ValueError as error:
             raise SpeculateError(f"training.max_steps must be set: the data have no length ({error}).") from error
+
+    def _resolve_shares(self) -> None:
+        """Turns shares of all steps into numbers, as a checkpoint has them: transformers compares the two."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            value = getattr(self.args, name)
+            if value is not None and 0 < value < 1:
+                setattr(self.args, name, math.ceil(self.num_steps() * value))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the head in its default layout with card and provenance; `Trainer` itself writes checkpoints."""
