@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -25,6 +26,9 @@ from ..files import user_path
 
 GROUP = "hf_speculate.drafters"
 JOINING_GROUP = "hf_speculate.joining_drafters"
+
+# Drafters of checkpoints have another one.
+_RECOGNIZES = Drafter.recognizes.__func__
 
 Member = TypeVar("Member")
 
@@ -61,15 +65,27 @@ def union_drafter() -> type[Drafter]:
 
 
 def unknown_drafter_message(name: str) -> str:
-    """The message for a name without a drafter: the nearest one, and the trained heads nearby."""
+    """The message for a name without a drafter: the nearest one, or where heads of that kind are."""
     message = unknown_name_message(name, installed_drafters(), "drafter")
     if not name:
         return f"{message} An empty name: write NAME or NAME+NAME."
+    subject = "A trained head"
+    if kind := _kind_of_head(name):  # no slip: "eagle3" for "eagle", which drafts with nothing without a head
+        message, subject = message.replace(f" Did you mean {kind!r}?", ""), f"A trained head of this kind ({kind!r})"
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
     near = [head for head in heads if name in head]
     if not near and "Did you mean" not in message:
         near = heads
-    return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
+    return f"{message} {subject} is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
+
+
+def _kind_of_head(name: str) -> str:
+    """The installed drafter of checkpoints whose name `name` begins with; "" if there is none."""
+    for drafter in installed_drafters():
+        with suppress(Exception):  # another drafter that cannot be imported changes nothing
+            if name.startswith(drafter) and load_drafter(drafter).recognizes.__func__ is not _RECOGNIZES:
+                return drafter
+    return ""
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:

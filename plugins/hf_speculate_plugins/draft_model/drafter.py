@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
-from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.errors import CheckpointError, OptionError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import supported_shape
@@ -143,7 +143,7 @@ class DraftModelDrafter(Drafter):
         """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`."""
         model = options.pop("model", None)
         if model is None:
-            raise TypeError(
+            raise OptionError(
                 "draft_model needs the draft model: from_name('draft_model', target=..., model=...), or in a text "
                 "draft_model:model=PATH."
             )
