@@ -16,6 +16,7 @@ from .attaching import speculators as speculators
 from .options import EngineOptions as EngineOptions
 from .options import check_sizes as check_sizes
 from .options import read_options as read_options
+from .options import takers_of as takers_of
 from .registry import SpeculatorSpec as SpeculatorSpec
 from .registry import find_installed as find_installed
 from .registry import installed_drafters as installed_drafters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
@@ -13,6 +14,7 @@ from ..compilation import find_backend
 from ..errors import OptionError, first_line
 from ..policy import Adaptive, DraftPolicy, Fixed
 from ..verification import TypicalAcceptance
+from .registry import installed_drafters, load_drafter
 
 
 Options = TypeVar("Options")
@@ -146,6 +148,21 @@ def read_options(
         if name not in own:
             raise OptionError(_unknown_option(name, f"the drafter {drafter!r}", [*also, *own]))
     return _made(options_class, given, f"the drafter {drafter!r}")
+
+
+def takers_of(name: str) -> list[str]:
+    """Takers of an option of this name: "" for the engine, else the names of installed drafters.
+
+    A drafter that cannot be imported is left out.
+    """
+    if name in {each.name for each in fields(EngineOptions)}:
+        return [""]
+    takers = []
+    for drafter in installed_drafters():
+        with suppress(Exception):
+            classes = load_drafter(drafter).options_classes
+            takers += [drafter] if any(each.name == name for kind in classes for each in fields(kind)) else []
+    return takers
 
 
 def check_sizes(drafter: str, options: Any, *names: str) -> None:

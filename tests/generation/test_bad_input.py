@@ -19,6 +19,7 @@ from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import (
     CheckpointError,
     DrafterNotFoundError,
+    OptionError,
     TargetMismatchError,
     UnsupportedRequestError,
 )
@@ -54,6 +55,45 @@ def test_unsupported_requests_are_refused_before_any_work(no_forward, prompt, na
     kwargs, words = UNSUPPORTED[name]
     with pytest.raises(UnsupportedRequestError, match=words):
         no_forward.generate(prompt(6), max_new_tokens=4, speculator=Speculator(EmptyDrafter()), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("given", "owner", "text"),
+    [
+        ({"exact": True}, "speculators", "speculator='suffix:exact=true'"),
+        ({"acceptance": "typical"}, "speculators", "speculator='suffix:acceptance=typical'"),
+        ({"adaptive": False}, "speculators", "speculator='suffix:adaptive=false'"),
+        ({"max_ngram": 3}, "'prompt_lookup'", r"AutoSpeculator.from_pretrained\(NAME_OR_PATH"),
+        (
+            {"corpus": ["text"]},
+            "'suffix'",
+            r"AutoSpeculator.from_pretrained\('suffix', .*corpus=\['text'\]\)",
+        ),
+    ],
+)
+def test_options_of_speculators_given_to_generate_say_where_they_go(no_forward, prompt, given, owner, text):
+    (name,) = given
+    words = f"^{name}=.* was given to generate, and is an option of {owner}: it goes with the speculator, {text}"
+    with pytest.raises(OptionError, match=words):
+        no_forward.generate(prompt(6), max_new_tokens=4, speculator="suffix", **given)
+    attach(no_forward, Speculator(EmptyDrafter()))
+    with pytest.raises(OptionError, match=f"goes with the speculator, AutoSpeculator.from_pretrained.*{name}="):
+        no_forward.generate(prompt(6), max_new_tokens=4, **given)
+
+
+def test_names_that_the_request_or_the_model_takes_are_theirs(tiny_model, prompt, monkeypatch):
+    """`top_k` and `tokenizer` are options of drafters as well."""
+    model, seen = copy.deepcopy(tiny_model()), []
+    forward = model.forward
+
+    def with_depth(*args, depth=None, **kwargs):
+        seen.append(depth)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", with_depth)
+    of_request = {"top_k": 3, "tokenizer": object(), "do_sample": True, "exact": None}
+    model.generate(prompt(6), max_new_tokens=4, speculator="suffix", depth=7, **of_request)
+    assert 7 in seen
 
 
 def test_a_quantized_cache_is_refused(no_forward, prompt):
