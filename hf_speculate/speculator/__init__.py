@@ -27,6 +27,7 @@ from .repositories import WEIGHTS as WEIGHTS
 from .repositories import drafter_class_for as drafter_class_for
 from .repositories import head_folder as head_folder
 from .repositories import local_folder as local_folder
+from .repositories import path_problem as path_problem
 from .speculator import AutoSpeculator as AutoSpeculator
 from .speculator import Speculator as Speculator
 from .speculator import make_speculator as make_speculator

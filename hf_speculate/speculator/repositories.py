@@ -8,16 +8,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from huggingface_hub import hf_hub_download, is_offline_mode, snapshot_download
+from huggingface_hub import constants, hf_hub_download, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 from ..errors import CheckpointError, DrafterNotFoundError, first_line
-from ..files import file_names, read_json, user_path
+from ..files import file_names, listed, read_json, user_path
 from .registry import installed_drafters, load_drafter, unknown_drafter_message
 
 
@@ -56,10 +57,8 @@ def local_folder(
         except _DOWNLOAD_ERRORS as error:
             raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     if not os.path.isdir(path):
-        if os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise DrafterNotFoundError(
-                f"{path!r} is not a folder. A head is a folder, a GGUF file or a Hub id 'owner/name'."
-            )
+        if problem := path_problem(path, cached):
+            raise DrafterNotFoundError(f"{path!r} {problem} A head is a folder, a GGUF file or a Hub id 'owner/name'.")
         if path in installed_drafters():
             raise DrafterNotFoundError(
                 f"{path!r} is the name of a drafter, not a head: AutoSpeculator.from_name({path!r}, target=...)."
@@ -76,6 +75,39 @@ def local_folder(
         except _DOWNLOAD_ERRORS as error:
             raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     return os.path.join(path, subfolder) if subfolder else path
+
+
+def path_problem(name: str, cache_dir: str | None = None) -> str:
+    """A clause on a name that is meant as a path and is not a folder, so that the Hub is not asked for it; else "".
+
+    A name is meant as a path if it cannot be the id of a repository, or if it begins with a folder that is here and the
+    Hub's cache has no repository of that name.
+
+    Args:
+        name: folder or Hub id, "~" expanded.
+        cache_dir: folder of the Hub's cache; None: the default one.
+    """
+    if os.path.isdir(name):
+        return ""
+    if os.path.exists(name):
+        return f"is not a folder: {os.path.abspath(name)} is a file."
+    parent, last = os.path.split(name)
+    may_be_id = name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+    if may_be_id and (not os.path.isdir(parent) or os.path.isdir(_cached_repository(name, cache_dir))):
+        return ""
+    absent = f"is not a folder here{_did_you_mean(parent, last)}: there is no {os.path.abspath(name)}."
+    return f"{absent} (A repository of the Hub: run `hf download {name}` first.)" if may_be_id else absent
+
+
+def _cached_repository(name: str, cache_dir: str | None) -> str:
+    """The folder of a repository in the Hub's cache, which exists once something of it was downloaded."""
+    return os.path.join(cache_dir or constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+
+
+def _did_you_mean(parent: str, name: str) -> str:
+    """The entry of a folder with the nearest name, in words: " (Did you mean 'examples/pycoder'?)"; else ""."""
+    near = difflib.get_close_matches(name, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
+    return f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
 
 
 def head_folder(source: str | os.PathLike, folder: str, target: Any) -> str:
@@ -100,10 +132,7 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
     """The message for a name that is not a folder and could not be downloaded from the Hub."""
     if "/" not in name:
         return f"{unknown_drafter_message(name)} There is no folder of that name either."
-    parent, last = os.path.split(name)
-    near = difflib.get_close_matches(last, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
-    hint = f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
-    message = f"{name!r} is not a folder here{hint}, and its repository on the Hub"
+    message = f"{name!r} is not a folder in {os.getcwd()}, and its repository on the Hub"
     if isinstance(error, RepositoryNotFoundError):
         return f"{message} does not exist, or is private: `hf auth login`, or pass token=."
     if isinstance(error, LocalEntryNotFoundError) and (local_files_only or is_offline_mode()):
@@ -125,9 +154,9 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     files = file_names(folder)
     message = f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}"
     if not any(name.endswith(WEIGHTS) for name in files):
-        return f"{message}: it has no weights (*.safetensors, *.bin, *.pt); files: {', '.join(files) or 'none'}."
+        return f"{message}: it has no weights (*.safetensors, *.bin, *.pt); files: {listed(files, 6) or 'none'}."
     if "config.json" not in files:
-        return f"{message}: it has no config.json (it has {', '.join(files)}). Copy it from where the weights are from."
+        return f"{message}: it has no config.json (it has {listed(files, 6)}). Copy it from where the weights are from."
     config = read_json(os.path.join(folder, "config.json"))
     classes = config.get("architectures")
     stated = [config.get("speculators_model_type"), *(classes if isinstance(classes, list) else ())]
@@ -135,4 +164,4 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     close = [name for kind in kinds for name in difflib.get_close_matches(kind.lower(), names, n=1)]
     hint = f" The nearest is {close[0]!r}, whose tensors it does not have." if close else ""
     kind = f"config.json names {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not name its kind"
-    return f"{message}: {kind}, and no drafter knows its tensors.{hint} Files: {', '.join(files)}."
+    return f"{message}: {kind}, and no drafter knows its tensors.{hint} Files: {listed(files, 6)}."

@@ -190,6 +190,13 @@ def test_a_head_of_a_kind_that_nobody_reads(tiny_model, tmp_path):
         AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
 
 
+def test_a_folder_with_many_files_names_some(tiny_model, tmp_path):
+    for number in range(20):
+        (tmp_path / f"page-{number:02}.md").touch()
+    with pytest.raises(CheckpointError, match=r"it has no weights .*page-05\.md and 14 more\.$"):
+        AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
+
 def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = r"'owner/head' is not a folder.*not in the cache and is not requested \({}\): .*`hf download owner/head`"
@@ -201,6 +208,8 @@ def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "heads" / "my-eagle3").mkdir(parents=True)
     with pytest.raises(DrafterNotFoundError, match=r"is not a folder here \(Did you mean 'heads/my-eagle3'\?\)"):
         AutoSpeculator.from_pretrained("heads/my-eagle", target=tiny_model(), cache_dir=tmp_path)
+    with pytest.raises(DrafterNotFoundError, match=f"'owner/head' is not a folder in {tmp_path}, and"):
+        AutoSpeculator.from_pretrained("owner/head", target=tiny_model(), cache_dir=tmp_path)
     with pytest.raises(DrafterNotFoundError, match=r"'eagle3'\. Installed: .*'eagle'.*There is no folder"):
         AutoSpeculator.from_pretrained("eagle3", target=tiny_model(), cache_dir=tmp_path)
 

@@ -24,7 +24,6 @@ from .decoder_config import stated_sizes as stated_sizes
 from .files import Checkpoint as Checkpoint
 from .files import check_finite as check_finite
 from .files import checkpoint_files as checkpoint_files
-from .files import listed as listed
 from .files import read_checkpoint as read_checkpoint
 from .files import read_config as read_config
 from .files import read_named as read_named

@@ -90,9 +90,10 @@ class Source:
                 gguf = opened(name, num_target_layers)
                 files = dict.fromkeys(gguf.tensors, name)
             else:
-                files = read_weight_map(lambda file: _file(name, file, hub))
+                files = read_weight_map(lambda file: _file(name, file, hub), name)
         except OSError as error:
-            raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
+            where = repr(name) if os.path.exists(name) else f"{name!r}, which is not in {os.getcwd()}"
+            raise CheckpointError(f"cannot look for draft layers in {where}: {first_line(error)}") from error
         found = layout_of(files, num_target_layers)
         if found is None:
             raise CheckpointError(_without_layers(name, len(files), None if gguf else _file(name, "config.json", hub)))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
 from hf_speculate.models import GenerativeModel
-from hf_speculate.speculator import Speculator, SpeculatorSpec, make_speculator
+from hf_speculate.speculator import Speculator, SpeculatorSpec, make_speculator, path_problem
 from hf_speculate_gguf.named import NAMED_TARGETS, known_target, named_file
 
 from .machine import find_dtype
@@ -59,9 +59,16 @@ def load_target(
     if gguf_backend != "auto":
         raise SpeculateError(f"--gguf-backend is for GGUF files; {name_or_path} is not one.")
     _check_place(name_or_path)
-    for name in file_names(name_or_path):
+    files = file_names(name_or_path)
+    for name in files:
         if name.endswith((".json", ".safetensors", ".bin")):
             check_regular(Path(name_or_path, name))  # transformers' error names no pointer of Git-LFS
+    if os.path.isdir(name_or_path) and {"config.json", "adapter_config.json"}.isdisjoint(files):
+        packed = "".join(f" Its file {name!r} is one." for name in files if name.endswith(".gguf"))
+        raise SpeculateError(
+            f"cannot load target {name_or_path!r}: the folder has no config.json. A target is a folder with config, "
+            f"weights and tokenizer, or a GGUF file.{packed}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
@@ -78,8 +85,8 @@ def _check_place(name_or_path: str) -> None:
     """Raises for a name that is neither a folder nor a repository id, before the Hub is asked several times."""
     if os.path.isdir(name_or_path):
         return
-    if name_or_path.startswith((".", "/", "~")):
-        raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
+    if problem := path_problem(name_or_path):
+        raise SpeculateError(f"cannot load target: {name_or_path!r} {problem}")
     if "/" not in name_or_path and not isinstance(try_to_load_from_cache(name_or_path, "config.json"), str):
         near = difflib.get_close_matches(name_or_path, [*NAMED_TARGETS, BUNDLED, *os.listdir()], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -91,11 +98,11 @@ def _check_place(name_or_path: str) -> None:
 
 def _way_out(name_or_path: str) -> str:
     if os.path.isdir(name_or_path):
-        lacks_config = not Path(name_or_path, "config.json").is_file()
-        return " It has no config.json: a target is a folder with config, weights, tokenizer." if lacks_config else ""
+        return ""
+    absent = f" There is no folder {os.path.abspath(name_or_path)}."
     if is_offline_mode():
-        return f" HF_HUB_OFFLINE is set: unset it, or run `hf download {name_or_path}` before, or give a folder."
-    return " Give a folder, a GGUF file, or the id of a repository on the Hub (owner/name)."
+        return f"{absent} HF_HUB_OFFLINE is set: unset it, or run `hf download {name_or_path}`, or give a folder."
+    return f"{absent} Give a folder, a GGUF file, or the id of a repository on the Hub (owner/name)."
 
 
 def neutralize(model: PreTrainedModel) -> None:

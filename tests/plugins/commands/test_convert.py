@@ -291,7 +291,7 @@ class TestRefusals:
         source = save_head(tmp_path / "source")
         with pytest.raises(TargetMismatchError, match=r"vocabulary 96, but .*target has 64"):
             convert_checkpoint(source, tmp_path / "head", "specforge", save_target(tmp_path / "target", vocab_size=64))
-        with pytest.raises(DrafterNotFoundError, match="no such folder"):
+        with pytest.raises(DrafterNotFoundError, match="is not a folder here"):
             convert_checkpoint(source, tmp_path / "head", "specforge", tmp_path / "absent")
         with pytest.raises(DrafterNotFoundError, match="cannot read target"):
             convert_checkpoint(source, tmp_path / "head", "specforge", tmp_path)
