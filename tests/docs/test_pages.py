@@ -31,6 +31,14 @@ def test_paths_in_the_text_are_those_of_the_repository(page):
             assert any(REPOSITORY.glob(span)), f"{name_of(page)} names {span}"
 
 
+@pytest.mark.parametrize("card", sorted((REPOSITORY / "examples").glob("*/README.md")), ids=name_of)
+def test_files_that_cards_name_are_next_to_them_or_in_the_repository(card):
+    for span in spans(card):
+        if re.fullmatch(r"[\w./-]+\.(yaml|json|png|py|safetensors)", span):
+            places = (card.parent, *(path for path in card.parent.iterdir() if path.is_dir()), REPOSITORY)
+            assert any((place / span).exists() for place in places), f"{name_of(card)} names {span}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_targets_of_make_exist(page):
     targets = set((REPOSITORY / "Makefile").read_text(encoding="utf-8").split())
