@@ -155,6 +155,8 @@ class DraftModelDrafter(Drafter):
             good=f"the draft model {name} saves more time than it costs",
             poor=f"The draft model {name} is too slow for this target, or writes another text: try a smaller one of "
             "the target's family, fewer tokens per draft (depth=), or prompt_lookup.",
+            untried=f"The draft model {name} was not tried: the policy expected its drafts to take longer than they "
+            "save. adaptive=False drafts in every round.",
         )
 
     @classmethod
