@@ -34,6 +34,7 @@ from .layer_config import rope_of as rope_of
 from .layer_config import speculators_version as speculators_version
 from .layer_config import windows_of as windows_of
 from .sharing import OpenedHead as OpenedHead
+from .sharing import TargetNeededError as TargetNeededError
 from .sharing import draft_vocabulary as draft_vocabulary
 from .sharing import is_copy as is_copy
 from .sharing import shared_embeddings as shared_embeddings
