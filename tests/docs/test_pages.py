@@ -61,6 +61,14 @@ def test_the_comparison_has_of_draft_layers_what_is_installed():
     assert (set(of_others.values()) == {'`speculator="mtp"`'}) == is_read
 
 
+def test_systems_that_were_not_tested_are_named_where_one_installs_and_promised_nowhere():
+    install = README.read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    for name in ("Linux", "macOS", "Windows", "ARM"):
+        assert name in install
+    metadata = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'"Operating System :: (.*)"', metadata) == ["POSIX :: Linux"]
+
+
 def test_the_first_snippet_of_the_readme_ends_in_generate_and_shows_the_text():
     first = next(block for block in blocks(README) if block.language == "python")
     *_, generates, shows = first.text.strip().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -281,6 +282,17 @@ def test_processes_that_compile_at_the_same_time(user):
         thread.join()
     assert found == [42] * 3
     assert len(list(user.folder.iterdir())) == 1
+
+
+def test_windows_has_no_handle_of_everything_that_is_loaded(monkeypatch):
+    def load(name, *_):
+        raise TypeError("LoadLibrary() argument 1 must be str, not None")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(TypeError):
+        native._share_threads()
+    monkeypatch.setattr(native.os, "name", "nt")
+    native._share_threads()
 
 
 class TestCompilers:

@@ -303,6 +303,8 @@ def _processor() -> str:
 
 def _share_threads() -> None:
     """Makes torch's OpenMP library visible to the kernel. With torch from PyPI it already is."""
+    if os.name == "nt":  # there is no handle of everything that is loaded
+        return
     if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
     try:
