@@ -38,8 +38,13 @@ class DrafterNotFoundError(SpeculateError, LookupError):
     """A name that is neither an installed drafter nor a loadable head."""
 
 
-class OptionError(SpeculateError, TypeError):
-    """An option that neither the drafter nor the engine has, or that the drafter cannot follow."""
+class OptionError(SpeculateError, TypeError, ValueError):
+    """An option that does not exist, stands in the wrong place, lacks another one or has a value without a meaning.
+
+    All errors of options are of this class: those of speculators, drafters, policies, acceptance rules and stores. The
+    message has what was written and what is possible. The class is a `TypeError` and a `ValueError` for code that
+    catches one of them.
+    """
 
 
 class DrafterError(SpeculateError, RuntimeError):

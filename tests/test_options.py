@@ -1,15 +1,19 @@
-"""Options by name: one that there is not is named with the nearest, and all that there are."""
+"""Options: every mistake is an `OptionError` that has what was written and what is possible."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import pytest
 
-from hf_speculate import AutoSpeculator
+from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import OptionError, SpeculateError
-from hf_speculate.speculator import installed_drafters, load_drafter
+from hf_speculate.policy import Adaptive, Fixed
+from hf_speculate.speculator import EngineOptions, installed_drafters, load_drafter, read_options
+from hf_speculate.testing import EmptyDrafter
+from hf_speculate.verification import TypicalAcceptance
+from hf_speculate_plugins.suffix import SuffixStore
 
 from .support.heads import write_medusa_heads
 from .support.tiny_heads import write_eagle_head
@@ -26,6 +30,7 @@ def refusal(make):
         make()
     assert isinstance(raised.value, SpeculateError)
     assert isinstance(raised.value, TypeError)
+    assert isinstance(raised.value, ValueError)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -54,12 +59,101 @@ def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
     [
         ("prompt_lookup:max_ngram=zero", "the option max_ngram is 'zero'; it takes a whole number."),
         ("suffix:depth=x", "the option depth is 'x'; it takes a whole number."),
-        ("suffix:exact=yes", "the option exact is 'yes'; it takes true or false."),
-        ("suffix:adaptive=no", "the option adaptive is 'no'; it takes true or false or none."),
+        ("suffix:depth=yes", "the option depth is 'yes'; it takes a whole number."),
+        ("suffix:depth=2.5", "the option depth is 2.5; it takes a whole number."),
+        ("suffix:exact=maybe", "the option exact is 'maybe'; it takes true or false."),
+        ("suffix:adaptive=2", "the option adaptive is 2; it takes true or false or none."),
     ],
 )
 def test_words_in_the_place_of_numbers(tiny_model, prompt, text, said):
     assert refusal(lambda: tiny_model().generate(prompt(5), max_new_tokens=4, speculator=text)) == said
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        *((word, True) for word in ("true", "True", "yes", "on", "1")),
+        *((word, False) for word in ("false", "False", "no", "off", "0")),
+        *((word, None) for word in ("none", "None", "null")),
+    ],
+)
+def test_words_for_true_false_and_none(tiny_model, written, value):
+    speculator = AutoSpeculator.from_pretrained(f"suffix:adaptive={written}", tiny_model())
+    assert speculator.options.adaptive is value
+
+
+MISTAKES = {
+    "acceptance": (
+        lambda: Speculator(EmptyDrafter(), acceptance="typicl"),
+        "must be 'match' or 'typical', got 'typicl'",
+    ),
+    "thresholds": (lambda: Speculator(EmptyDrafter(), posterior_alpha=0.2), "thresholds of acceptance='typical'"),
+    "threshold": (lambda: TypicalAcceptance(posterior_alpha=2.0), "above 0 and at most 1, got 2.0"),
+    "policy": (lambda: Speculator(EmptyDrafter(), policy="fixed"), "takes a DraftPolicy .* got str"),
+    "two policies": (lambda: Speculator(EmptyDrafter(), policy=Adaptive(), adaptive=True), "give one of them"),
+    "limit": (lambda: Fixed(max_nodes=-1), "max_nodes must be None or at least 0, got -1"),
+    "backend": (lambda: Speculator(EmptyDrafter(), compile="inductr"), "'inductr' is not a backend .*; possible: True"),
+    "ahead": (lambda: EngineOptions(ahead=2), "ahead must be True or False, got 2"),  # type: ignore[arg-type]
+    "exact": (
+        lambda: Speculator(EmptyDrafter(), exact=True, compile=True),
+        "compile= cannot promise: give one of them",
+    ),
+    "store": (lambda: SuffixStore(max_tokens=0), "at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_values_without_a_meaning(name):
+    make, said = MISTAKES[name]
+    assert re.search(said, refusal(make))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "said"),
+    [
+        ("prompt_lookup", {"min_ngram": 9}, r"min_ngram \(9\) is above max_ngram"),
+        ("suffix", {"store": "on disk"}, "store is True, False or a SuffixStore, got str"),
+        ("draft_model", {}, "needs the draft model: .*model=PATH"),
+        ("combined", {"parts": ["suffix"]}, "at least two drafters, got 1"),
+        ("combined", {"parts": ["suffix", 3]}, "takes drafters, names and folders, got int"),
+        ("eagle", {}, "needs a trained head: .*head='folder or Hub id'"),
+        ("medusa", {}, "needs its heads: .*from_pretrained"),
+    ],
+)
+def test_what_a_drafter_cannot_be_made_of(tiny_model, drafter, options, said):
+    assert re.search(said, refusal(lambda: AutoSpeculator.from_name(drafter, tiny_model(), **options)))
+
+
+@pytest.mark.parametrize("given", ["suffix and more", EmptyDrafter(), 3], ids=["text", "drafter", "number"])
+def test_speculators_of_another_kind(tiny_model, prompt, given):
+    error = SpeculateError if isinstance(given, str) else OptionError
+    with pytest.raises(error, match=r"suffix and more|takes a Speculator, .*got"):
+        tiny_model().generate(prompt(5), max_new_tokens=2, speculator=given)
+
+
+_CHECKED = ("int", "float", "bool", "Sequence[int]")
+
+
+@pytest.mark.parametrize("name", installed_drafters())
+def test_values_of_another_kind_are_refused_with_the_kind_that_is_possible(name):
+    for kind in load_drafter(name).options_classes:
+        for field in fields(kind):
+            if str(field.type).removesuffix(" | None") in _CHECKED:
+                for value in ({"a": 1}, "several words"):
+                    message = refusal(lambda: read_options(kind, {field.name: value}, name))  # noqa: B023
+                    assert message.startswith(f"the option {field.name} is {value!r}; it takes ")
+
+
+def test_what_a_class_of_options_raises_itself_is_an_error_of_options():
+    @dataclass
+    class Checking:
+        depth: object = 1
+
+        def __post_init__(self):
+            raise ValueError("depth must be odd")
+
+    message = refusal(lambda: read_options(Checking, {"depth": 2}, "third"))
+    assert message == "the drafter 'third' cannot take depth=2: depth must be odd"
 
 
 @pytest.mark.parametrize("name", installed_drafters())
@@ -68,7 +162,7 @@ def test_sizes_of_drafts_are_positive(name):
     sizes = {field.name for field in fields(options)} & {"depth", "max_nodes", "top_k", "max_ngram", "min_ngram"}
     assert sizes
     for size in sizes:
-        with pytest.raises(ValueError, match=f"{name}: {size} must be at least 1, got 0"):
+        with pytest.raises(OptionError, match=f"{name}: {size} must be at least 1, got 0"):
             options(**{size: 0})
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_speculate.errors import DrafterNotFoundError, SpeculateError
+from hf_speculate import AutoSpeculator
+from hf_speculate.errors import CheckpointError, DrafterNotFoundError, SpeculateError
 from hf_speculate.speculator.registry import GROUP, SpeculatorSpec, installed_drafters, load_drafter
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 
@@ -83,8 +84,21 @@ def test_a_kind_of_head_is_no_drafter_and_where_heads_are_is_said(monkeypatch, t
         load_drafter("eagle3")
     assert str(error.value).endswith("by its folder or Hub id: examples/first-eagle3, examples/second-eagle3.")
     monkeypatch.chdir("/")
-    with pytest.raises(DrafterNotFoundError, match=r"A trained head is given by its folder or Hub id\.$"):
+    with pytest.raises(
+        DrafterNotFoundError, match=r"head of this kind \('eagle'\) is given by its folder or Hub id\.$"
+    ) as error:
         load_drafter("eagle3")
+    assert "Did you mean" not in str(error.value), "alone it drafts nothing"
+    with pytest.raises(DrafterNotFoundError, match="Did you mean 'suffix'"):
+        load_drafter("suffixes")
+
+
+def test_a_name_is_no_path_unless_a_folder_has_it(monkeypatch, tmp_path, tiny_model):
+    monkeypatch.chdir(tmp_path)
+    assert "depth=3" in repr(AutoSpeculator.from_pretrained("suffix:depth=3", tiny_model()))
+    (tmp_path / "suffix").mkdir()
+    with pytest.raises(CheckpointError, match="no weights"):
+        AutoSpeculator.from_pretrained("suffix", tiny_model())
 
 
 def test_parts_of_a_speculator_are_named_with_their_options():

@@ -98,9 +98,15 @@ OWN = HeadRecord(is_own_target=True, accuracy=0.54)
 
 
 def counted(
-    accepted: int, drafted: int, with_draft: float, without: float, rounds: int = 60, **told: Any
+    accepted: int,
+    drafted: int,
+    with_draft: float,
+    without: float,
+    rounds: int = 60,
+    overhead: float = 0.0,
+    **told: Any,
 ) -> SpeculationStats:
-    """`rounds` rounds that accept so much of a chain, after ten without a draft; seconds of each kind."""
+    """`rounds` rounds that accept so much of a chain, after ten without a draft; seconds of each kind, and between."""
     stats = SpeculationStats(**({"calls": 1, "prefill_tokens": 1, "drafter": "eagle", "advice": OF_HEADS} | told))
     for _ in range(rounds):
         stats.record_round(drafted, drafted, accepted + 1, accepted)
@@ -111,7 +117,7 @@ def counted(
     stats.round_seconds_without_draft = [without] * 10
     stats.target_seconds = 0.75 * rounds * with_draft + 10 * without
     stats.drafter_seconds = 0.25 * rounds * with_draft
-    stats.total_seconds = stats.target_seconds + stats.drafter_seconds
+    stats.total_seconds = stats.target_seconds + stats.drafter_seconds + overhead
     return stats
 
 
@@ -159,10 +165,25 @@ def test_shares_by_depth_never_rise():
         (counted(0, 4, 0.01, 0.01), "1.00 tokens per drafted round"),
         (counted(2, 4, 0.02, 0.01), "this head fits the target."),
         (counted(2, 4, 0.0295, 0.01), "near break-even: 1.02x with 3.00 tokens per drafted round."),
+        (
+            counted(2, 4, 0.0275, 0.01, overhead=0.8),
+            "do not pay here: 0.75x with 3.00 tokens per drafted round.",
+        ),
+        (counted(2, 4, 0.0275, 0.01, overhead=0.2), "near break-even: 0.97x with 3.00 tokens per drafted round."),
         (counted(0, 0, 0.01, 0.01), "no round had a draft."),
         (counted(2, 4, 0.02, 0.01, rounds=4), "too early to say: 4 rounds had a draft."),
     ],
-    ids=["nothing", "too dear", "nothing accepted", "fits", "even", "no drafts", "few drafts"],
+    ids=[
+        "nothing",
+        "too dear",
+        "nothing accepted",
+        "fits",
+        "even",
+        "slower",
+        "a little slower",
+        "no drafts",
+        "few drafts",
+    ],
 )
 def test_the_verdict(stats, said):
     assert said in stats.verdict
@@ -214,6 +235,17 @@ def test_a_draft_model_that_costs_more_than_it_brings_is_named_once(monkeypatch)
     assert speculator.stats.mean_acceptance_length < 1.05, "random weights agree on nothing"
     assert len(warned) == 1
     assert "The draft model org/other-small is too slow for this target" in warned[0]
+
+
+def test_a_drafter_that_was_never_tried_is_not_called_slow():
+    target, draft = build_tiny_model(), build_tiny_model(seed=7)
+    draft.config.name_or_path = "org/small"
+    drafter = AutoSpeculator.from_name("draft_model", target=target, model=draft).drafter
+    said = counted(0, 0, 0.01, 0.01, advice=drafter.advice).verdict
+    assert said.startswith("no round had a draft. The draft model org/small was not tried: the policy expected")
+    lookup = AutoSpeculator.from_name("prompt_lookup", target=target).drafter
+    assert counted(0, 0, 0.01, 0.01, advice=lookup.advice).verdict == f"no round had a draft. {lookup.advice.poor}"
+    assert counted(0, 0, 0.01, 0.01).verdict == "no round had a draft."
 
 
 def test_rounds_of_a_request_are_timed_with_and_without_a_draft():

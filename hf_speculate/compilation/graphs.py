@@ -21,7 +21,7 @@ from torch._dynamo import exc
 from torch._dynamo.backends.registry import list_backends, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
-from ..errors import first_line
+from ..errors import OptionError, first_line
 from ..messages import get_logger
 from .fused import fusing
 from .recording import Recordings, is_recordable, modules_in, state_of, tensors_in
@@ -120,12 +120,12 @@ def find_backend(compile: bool | str | None) -> str | None:
     """The backend of `torch.compile` for `Speculator(compile=)`, or None.
 
     Raises:
-        ValueError: torch has no backend of this name.
+        OptionError: torch has no backend of this name.
     """
     if compile is None or isinstance(compile, bool):
         return "inductor" if compile else None
     if compile not in (known := list_backends(None)):
-        raise ValueError(f"compile={compile!r} is not a backend of torch.compile; possible: True, {', '.join(known)}.")
+        raise OptionError(f"compile={compile!r} is not a backend of torch.compile; possible: True, {', '.join(known)}.")
     return compile
 
 

@@ -5,8 +5,10 @@ Any problem of a file or a disk is a `CheckpointError`, so callers catch nothing
 
 from .reading import check_kinds as check_kinds
 from .reading import check_regular as check_regular
+from .reading import cut as cut
 from .reading import file_names as file_names
 from .reading import folder_state as folder_state
+from .reading import listed as listed
 from .reading import open_regular as open_regular
 from .reading import own_file as own_file
 from .reading import read_bytes as read_bytes

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -112,6 +112,17 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
         return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     except OSError as error:
         raise CheckpointError(f"cannot read the folder {shown_path(folder)}: {error}") from error
+
+
+def listed(names: Sequence[str], limit: int = 12) -> str:
+    """The first of many names, for messages."""
+    more = len(names) - limit
+    return ", ".join(map(cut, names[:limit])) + (f" and {more} more" if more > 0 else "")
+
+
+def cut(text: str) -> str:
+    """A text of at most 200 characters: the beginning of a longer one."""
+    return text if len(text) <= 200 else f"{text[:100]} ... ({len(text)} characters)"
 
 
 def folder_state(folder: str) -> tuple[tuple[str, int, int, int], ...]:

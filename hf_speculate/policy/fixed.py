@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ..errors import OptionError
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 
 
@@ -18,7 +19,7 @@ class Fixed(DraftPolicy):
     def __init__(self, max_nodes: int | None = None, max_depth: int | None = None):
         for name, value in (("max_nodes", max_nodes), ("max_depth", max_depth)):
             if value is not None and value < 0:
-                raise ValueError(f"{name} must be None or at least 0, got {value}.")
+                raise OptionError(f"{name} must be None or at least 0, got {value}.")
         self.budget = Budget(max_nodes, max_depth)
 
     def start(self, request: PolicyRequest) -> PolicySession:

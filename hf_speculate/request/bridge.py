@@ -31,6 +31,7 @@ from .checks import (
     check_arguments,
     check_inputs,
     check_model,
+    check_options,
     check_request,
     check_stream,
     exact_sizes_of,
@@ -118,6 +119,7 @@ def _wrap_generate(original: Callable) -> Callable:
         chosen = speculator if explicit else None if _is_aside.get() else attached_to(self)
         note = None
         if chosen is not None:
+            check_options(self, chosen, kwargs)
             has_cache = any(kwargs.get(name) is not None for name in (CACHE_NAME, OLD_CACHE_NAME))
             note = _Note(self, resolve(chosen, self), explicit, streamed.get(), has_cache)
         # Set it even to None: a `generate` call within another one (token healing) must not take the outer note.

@@ -1,27 +1,31 @@
 """Checks of requests with a speculator, before any work, and facts about a request.
 
-Each check raises `UnsupportedRequestError`. The bridge decides whether the caller sees it.
+Each check raises `UnsupportedRequestError`, and the bridge decides whether the caller sees it. `check_options` raises
+`OptionError`, which every caller sees.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache import CACHE_NAME, reserving
 from ..compatibility import too_old
 from ..compatibility.stock import has_checkpointing
-from ..errors import UnsupportedRequestError
+from ..errors import OptionError, UnsupportedRequestError
 from ..loop import recomputing_switch
 from ..models import GenerativeModel
 from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
-from ..speculator import Speculator
+from ..speculator import Speculator, SpeculatorSpec, installed_drafters, takers_of
 from ..verification import see_rows_alone
 
+
+_OF_REQUESTS = ("tokenizer",)  # of stop strings; no parameter of `generate` by name
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _ASKED_BY = {
@@ -46,6 +50,40 @@ def check_model(model: GenerativeModel) -> None:
         raise UnsupportedRequestError(
             f"{name} is in training mode with gradient checkpointing, which leaves the KV cache out: call eval()."
         )
+
+
+def check_options(model: GenerativeModel, speculator: Any, kwargs: dict[str, Any]) -> None:
+    """Raises `OptionError` for an option of speculators among the arguments of `generate`; the message says where it
+    goes.
+
+    Args:
+        speculator: speculator of the request, or the text that names it.
+        kwargs: arguments of `generate` by name. Those of the request or of the model are its own, whatever their name.
+    """
+    if kwargs.get("custom_generate") is not None:
+        return  # it may take anything
+    methods = (model.forward, model.prepare_inputs_for_generation, vars(GenerationMixin)["generate"])
+    known = {name for method in methods for name in inspect.signature(method).parameters} | {*_OF_REQUESTS}
+    configs = getattr(model, "generation_config", None), kwargs.get("generation_config")
+    for name in kwargs.keys() - known:
+        value = kwargs[name]
+        if value is None or any(hasattr(config, name) for config in configs) or not (takers := takers_of(name)):
+            continue
+        owner = "speculators" if takers == [""] else " and ".join(map(repr, takers))
+        raise OptionError(
+            f"{name}={value!r} was given to generate, and is an option of {owner}: it goes with the speculator, "
+            f"{_with_option(speculator, name, value, takers)}."
+        )
+
+
+def _with_option(speculator: Any, name: str, value: Any, takers: list[str]) -> str:
+    """Code that makes the speculator with the option: in its text if it was given as one, else by a function."""
+    spec = SpeculatorSpec.parse(speculator) if isinstance(speculator, str) else None
+    if spec is None or ("" not in takers and spec.source in {*installed_drafters()}.difference(takers)):
+        return f"AutoSpeculator.from_pretrained(NAME_OR_PATH, target=model, {name}={value!r})"
+    by_function = f"AutoSpeculator.from_pretrained({speculator!r}, target=model, {name}={value!r})"
+    is_short = isinstance(value, str | int | float)
+    return f"speculator={spec.with_option(name, value).text!r}, or {by_function}" if is_short else by_function
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:

@@ -17,11 +17,13 @@ from .attaching import speculators as speculators
 from .options import EngineOptions as EngineOptions
 from .options import check_sizes as check_sizes
 from .options import read_options as read_options
+from .options import takers_of as takers_of
 from .registry import SpeculatorSpec as SpeculatorSpec
 from .registry import find_installed as find_installed
 from .registry import installed_drafters as installed_drafters
 from .registry import load_drafter as load_drafter
 from .registry import load_installed as load_installed
+from .registry import path_problem as path_problem
 from .registry import unknown_name_message as unknown_name_message
 from .repositories import WEIGHTS as WEIGHTS
 from .repositories import drafter_class_for as drafter_class_for

@@ -9,7 +9,7 @@ import weakref
 from typing import Any, NamedTuple, cast
 
 from ..drafting import Drafter
-from ..errors import SpeculateError
+from ..errors import OptionError, SpeculateError
 from ..files import folder_state, user_path
 from ..models import GenerativeModel, held_model
 from .registry import SpeculatorSpec, installed_drafters, joined_sources
@@ -36,10 +36,10 @@ def resolve(speculator: Speculator | Drafter | str | os.PathLike, model: Generat
     if isinstance(speculator, Speculator):
         return speculator
     if isinstance(speculator, Drafter):
-        raise TypeError("speculator= takes a Speculator, got a Drafter: wrap it, Speculator(drafter).")
+        raise OptionError("speculator= takes a Speculator, got a Drafter: wrap it, Speculator(drafter).")
     refuse_model(speculator, "speculator=")
     if not isinstance(speculator, str | os.PathLike):
-        raise TypeError(
+        raise OptionError(
             f"speculator= takes a Speculator, the name of a drafter ({', '.join(installed_drafters())}) or the path / "
             f"Hub id of a head, with options after a colon (name:key=value); got {type(speculator).__name__}."
         )

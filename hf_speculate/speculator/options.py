@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
 from ..compilation import find_backend
-from ..errors import OptionError
+from ..errors import OptionError, first_line
 from ..policy import Adaptive, DraftPolicy, Fixed
 from ..verification import TypicalAcceptance
+from .registry import installed_drafters, load_drafter
 
 
 Options = TypeVar("Options")
@@ -52,7 +55,7 @@ class EngineOptions:
             (`Drafter.joins`). A function of the request is then called more often than plain `generate` calls it.
 
     Raises:
-        ValueError: an option has no meaning, or two exclude each other.
+        OptionError: an option has no meaning, or two exclude each other.
     """
 
     acceptance: Literal["match", "typical"] = "match"
@@ -67,26 +70,29 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.policy is not None and self.adaptive is not None:
-            raise ValueError("policy= and adaptive= both control how much is drafted: give one of them.")
+            raise OptionError("policy= and adaptive= both control how much is drafted: give one of them.")
         if self.policy is not None and not isinstance(self.policy, DraftPolicy):
-            raise TypeError(f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}.")
+            raise OptionError(
+                f"policy= takes a DraftPolicy (Adaptive(), Fixed(), …), got {type(self.policy).__name__}."
+            )
         if self.ahead not in (True, False):
-            raise ValueError(f"ahead must be True or False, got {self.ahead!r}.")
+            raise OptionError(f"ahead must be True or False, got {self.ahead!r}.")
         others = {"compile": self.compile, "acceptance": self.acceptance == "typical", "ahead": self.ahead}
         for name, is_given in others.items():
             # drafting ahead takes threads from the target, which may then round differently
             if self.exact and is_given:
-                raise ValueError(f"exact=True is the very text of plain `generate`, which {name}= cannot promise.")
+                raise OptionError(
+                    f"exact=True is the very text of plain `generate`, which {name}= cannot promise: give one of them."
+                )
         self.typical_acceptance()
         self.backend()
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
-        """The engine's options among a drafter's, and the remaining ones."""
+        """The engine's options among a drafter's, and the remaining ones; raises `OptionError`, see `read_options`."""
         names = {each.name for each in fields(cls)}
         own = {name: value for name, value in options.items() if name in names}
-        _check_numbers(cls, own)
-        return cls(**own), {name: value for name, value in options.items() if name not in names}
+        return _made(cls, own, "the engine"), {name: value for name, value in options.items() if name not in names}
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> EngineOptions:
@@ -103,9 +109,9 @@ class EngineOptions:
         if self.acceptance == "typical":
             return TypicalAcceptance(**given)
         if self.acceptance != "match":
-            raise ValueError(f"acceptance must be 'match' or 'typical', got {self.acceptance!r}.")
+            raise OptionError(f"acceptance must be 'match' or 'typical', got {self.acceptance!r}.")
         if given:
-            raise ValueError(f"{', '.join(given)} are thresholds of acceptance='typical', which was not asked for.")
+            raise OptionError(f"{', '.join(given)} are thresholds of acceptance='typical', which was not asked for.")
         return None
 
     def draft_policy(self) -> DraftPolicy:
@@ -135,33 +141,78 @@ def read_options(
 
     Raises:
         OptionError: neither the drafter nor the engine has an option, and the message has the nearest name and all
-            names; or a number is expected and a text was given.
+            names; or a value is of another kind than the option takes. Words stand for true, false and none.
     """
     own = [each.name for each in fields(options_class)]  # type: ignore[arg-type]
     for name in given:
         if name not in own:
             raise OptionError(_unknown_option(name, f"the drafter {drafter!r}", [*also, *own]))
-    _check_numbers(options_class, given)
-    return options_class(**given)
+    return _made(options_class, given, f"the drafter {drafter!r}")
+
+
+def takers_of(name: str) -> list[str]:
+    """Takers of an option of this name: "" for the engine, else the names of installed drafters.
+
+    A drafter that cannot be imported is left out.
+    """
+    if name in {each.name for each in fields(EngineOptions)}:
+        return [""]
+    takers = []
+    for drafter in installed_drafters():
+        with suppress(Exception):
+            classes = load_drafter(drafter).options_classes
+            takers += [drafter] if any(each.name == name for kind in classes for each in fields(kind)) else []
+    return takers
 
 
 def check_sizes(drafter: str, options: Any, *names: str) -> None:
-    """Raises `ValueError` for sizes of drafts below 1; None stands for a default."""
+    """Raises `OptionError` for sizes of drafts below 1; None stands for a default."""
     for name in names:
         if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"{drafter}: {name} must be at least 1, got {value}.")
+            raise OptionError(f"{drafter}: {name} must be at least 1, got {value}.")
 
 
-_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "None": "none"}
+_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None}
+"""Words for values, in any case: "exact=True" is what people write in the place of "exact=true"."""
+
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
+    "float": ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    "str": ("a name", lambda value: isinstance(value, str)),
+    "None": ("none", lambda value: value is None),
+    "Sequence[int]": (
+        "a list of whole numbers",
+        lambda value: isinstance(value, Sequence) and all(isinstance(each, Integral) for each in value),
+    ),
+}
+"""Kinds of options that are checked: the words for each, and the test for a value."""
 
 
-def _check_numbers(options_class: type[Any], given: Mapping[str, Any]) -> None:
-    """Raises `OptionError` for text in the place of a number or a boolean: texts with options may hold any."""
-    for each in fields(options_class):
-        value, kinds = given.get(each.name), str(each.type).split(" | ")
-        if isinstance(value, str) and {"bool", "int", "float", "None"}.issuperset(kinds):
-            wanted = " or ".join(_KINDS[kind] for kind in kinds)
-            raise OptionError(f"the option {each.name} is {value!r}; it takes {wanted}.")
+def _made(options_class: type[Options], given: Mapping[str, Any], owner: str) -> Options:
+    """The options with these values; everything that is wrong with one is an `OptionError`."""
+    kinds = {each.name: str(each.type).split(" | ") for each in fields(options_class)}  # type: ignore[arg-type]
+    values = {name: _value(name, value, kinds[name]) for name, value in given.items()}
+    try:
+        return options_class(**values)
+    except OptionError:
+        raise
+    except (TypeError, ValueError) as error:  # of a class that checks its options in its own way
+        written = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise OptionError(f"{owner} cannot take {written}: {first_line(error)}") from error
+
+
+def _value(name: str, value: Any, kinds: Sequence[str]) -> Any:
+    """The value of an option that takes these kinds, words read; raises `OptionError` for one of another kind."""
+    known = _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+    if "bool" in kinds and isinstance(known, int) and known in (0, 1):
+        known = bool(known)
+    if any(kind in _KINDS and _KINDS[kind][1](known) for kind in kinds):
+        return known
+    if _KINDS.keys() >= {*kinds} and not any(_KINDS[kind][1](value) for kind in kinds):
+        wanted = " or ".join(_KINDS[kind][0] for kind in kinds)
+        raise OptionError(f"the option {name} is {value!r}; it takes {wanted}.")
+    return value
 
 
 def _unknown_option(name: str, owner: str, own: Iterable[str]) -> str:

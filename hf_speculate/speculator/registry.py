@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -68,24 +69,71 @@ def union_drafter() -> type[Drafter]:
 
 
 def unknown_drafter_message(name: str) -> str:
-    """The message for a name without a drafter: the nearest one, and the trained heads nearby."""
+    """The message for a name without a drafter: the nearest one, or where heads of that kind are."""
     message = unknown_name_message(name, installed_drafters(), "drafter")
     if not name:
         return f"{message} An empty name: write NAME or NAME+NAME."
+    subject = "A trained head"
+    if kind := _kind_of_head(name):  # no slip: "eagle3" for "eagle", which drafts with nothing without a head
+        message, subject = message.replace(f" Did you mean {kind!r}?", ""), f"A trained head of this kind ({kind!r})"
     heads = [str(path.parent) for path in sorted(Path("examples").glob("*/provenance.json"))]
     near = [head for head in heads if name in head]
     if not near and "Did you mean" not in message:
         near = heads
-    return f"{message} A trained head is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
+    return f"{message} {subject} is given by its folder or Hub id{': ' if near else ''}{', '.join(near)}."
 
 
-def check_local(path: str) -> None:
-    """Raises `DrafterNotFoundError` for a path that can only be one of this machine, and is no folder."""
-    is_local = os.path.exists(path) or path.startswith((".", "/", "~")) or path.count("/") > 1
-    if is_local and not os.path.isdir(path):
-        raise DrafterNotFoundError(
-            f"{path!r} is not a folder. A head is a folder, a GGUF file or a Hub id 'owner/name'."
-        )
+def _kind_of_head(name: str) -> str:
+    """The installed drafter of checkpoints whose name `name` begins with; "" if there is none."""
+    for drafter in filter(name.startswith, installed_drafters()):
+        with suppress(Exception):  # another drafter that cannot be imported changes nothing
+            from ..drafting import Drafter
+
+            if load_drafter(drafter).recognizes.__func__ is not Drafter.recognizes.__func__:
+                return drafter
+    return ""
+
+
+def check_local(path: str, cache_dir: str | None = None) -> None:
+    """Raises `DrafterNotFoundError` for a head's name that is meant as a path and is no folder (`path_problem`)."""
+    if problem := path_problem(path, cache_dir):
+        raise DrafterNotFoundError(f"{path!r} {problem} A head is a folder, a GGUF file or a Hub id 'owner/name'.")
+
+
+def path_problem(name: str, cache_dir: str | None = None) -> str:
+    """A clause on a name that is meant as a path and is not a folder, so that the Hub is not asked for it; else "".
+
+    A name is meant as a path if it cannot be the id of a repository, or if it begins with a folder that is here and the
+    Hub's cache has no repository of that name.
+
+    Args:
+        name: folder or Hub id, "~" expanded.
+        cache_dir: folder of the Hub's cache; None: the default one.
+    """
+    if os.path.isdir(name):
+        return ""
+    if os.path.exists(name):
+        return f"is not a folder: {os.path.abspath(name)} is a file."
+    parent, last = os.path.split(name)
+    may_be_id = name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+    if may_be_id and (not os.path.isdir(parent) or os.path.isdir(_cached_repository(name, cache_dir))):
+        return ""
+    absent = f"is not a folder here{_did_you_mean(parent, last)}: there is no {os.path.abspath(name)}."
+    return f"{absent} (A repository of the Hub: run `hf download {name}` first.)" if may_be_id else absent
+
+
+def _cached_repository(name: str, cache_dir: str | None) -> str:
+    """The folder of a repository in the Hub's cache, which exists once something of it was downloaded."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return os.path.join(cache_dir or constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+
+
+def _did_you_mean(parent: str, name: str) -> str:
+    """The entry of a folder with the nearest name, in words: " (Did you mean 'examples/pycoder'?)"; else ""."""
+    near = difflib.get_close_matches(name, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
+    return f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
 
 
 def find_installed(group: str, what: str) -> dict[str, EntryPoint]:

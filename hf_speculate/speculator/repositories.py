@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from ..errors import CheckpointError, DrafterNotFoundError, first_line
-from ..files import file_names, read_json, user_path
+from ..files import file_names, listed, read_json, user_path
 from .registry import check_local, installed_drafters, load_drafter, unknown_drafter_message
 
 
@@ -56,7 +56,7 @@ def local_folder(
         except _DOWNLOAD_ERRORS as error:
             raise DrafterNotFoundError(_not_found(path, error, local_files_only)) from error
     if not os.path.isdir(path):
-        check_local(path)
+        check_local(path, cached)
         if path in installed_drafters():
             raise DrafterNotFoundError(
                 f"{path!r} is the name of a drafter, not a head: AutoSpeculator.from_name({path!r}, target=...)."
@@ -97,10 +97,7 @@ def _not_found(name: str, error: Exception, local_files_only: bool) -> str:
     """The message for a name that is not a folder and could not be downloaded from the Hub."""
     if "/" not in name:
         return f"{unknown_drafter_message(name)} There is no folder of that name either."
-    parent, last = os.path.split(name)
-    near = difflib.get_close_matches(last, os.listdir(parent) if os.path.isdir(parent) else [], n=1)
-    hint = f" (Did you mean {os.path.join(parent, near[0])!r}?)" if near else ""
-    message = f"{name!r} is not a folder here{hint}, and its repository on the Hub"
+    message = f"{name!r} is not a folder in {os.getcwd()}, and its repository on the Hub"
     if isinstance(error, RepositoryNotFoundError):
         return f"{message} does not exist, or is private: `hf auth login`, or pass token=."
     if isinstance(error, LocalEntryNotFoundError) and (local_files_only or is_offline_mode()):
@@ -122,9 +119,9 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     files = file_names(folder)
     message = f"no installed drafter ({', '.join(names)}) recognises the checkpoint in {folder}"
     if not any(name.endswith(WEIGHTS) for name in files):
-        return f"{message}: it has no weights (*.safetensors, *.bin, *.pt); files: {', '.join(files) or 'none'}."
+        return f"{message}: it has no weights (*.safetensors, *.bin, *.pt); files: {listed(files, 6) or 'none'}."
     if "config.json" not in files:
-        return f"{message}: it has no config.json (it has {', '.join(files)}). Copy it from where the weights are from."
+        return f"{message}: it has no config.json (it has {listed(files, 6)}). Copy it from where the weights are from."
     config = read_json(os.path.join(folder, "config.json"))
     classes = config.get("architectures")
     stated = [config.get("speculators_model_type"), *(classes if isinstance(classes, list) else ())]
@@ -132,4 +129,4 @@ def _not_recognised(folder: str, names: Sequence[str]) -> str:
     close = [name for kind in kinds for name in difflib.get_close_matches(kind.lower(), names, n=1)]
     hint = f" The nearest is {close[0]!r}, whose tensors it does not have." if close else ""
     kind = f"config.json names {' / '.join(dict.fromkeys(kinds))}" if kinds else "config.json does not name its kind"
-    return f"{message}: {kind}, and no drafter knows its tensors.{hint} Files: {', '.join(files)}."
+    return f"{message}: {kind}, and no drafter knows its tensors.{hint} Files: {listed(files, 6)}."

@@ -47,7 +47,7 @@ def without_verdicts() -> Iterator[None]:
 
 
 def refuse_model(value: Any, what: str) -> None:
-    """Raises `TypeError` for a model in the place of a speculator, a drafter or a name; the message shows what to
+    """Raises `OptionError` for a model in the place of a speculator, a drafter or a name; the message shows what to
     write.
 
     Args:
@@ -55,7 +55,7 @@ def refuse_model(value: Any, what: str) -> None:
         what: name of the argument or function that takes it, for the message.
     """
     if isinstance(value, nn.Module):
-        raise TypeError(
+        raise OptionError(
             f"{what} takes no model, got {type(value).__name__}. To draft with it: "
             "AutoSpeculator.from_name('draft_model', target=..., model=...)."
         )
@@ -81,7 +81,7 @@ class Speculator:
     def __init__(self, drafter: Drafter, **options: Any):
         refuse_model(drafter, "Speculator")
         if not isinstance(drafter, Drafter):
-            raise TypeError(
+            raise OptionError(
                 f"Speculator takes a Drafter, got {type(drafter).__name__}. "
                 "Use AutoSpeculator.from_name / from_pretrained to make one from a name or a checkpoint."
             )
@@ -235,7 +235,7 @@ class AutoSpeculator:
                 it, such as "draft_model:model=PATH+suffix".
             target: model to draft for; it may be wrapped by PEFT or compiled.
             options: options of the engine (`EngineOptions`: acceptance, policy, adaptive, compile, …) and of the
-                drafter. Unknown ones raise `OptionError` (a `TypeError`) with the nearest name.
+                drafter. Unknown ones raise `OptionError` with the nearest name.
 
         Raises:
             DrafterNotFoundError: there is no such drafter. The message has a suggestion.
@@ -266,7 +266,7 @@ class AutoSpeculator:
 
         Args:
             name_or_path: folder, Hub id, or GGUF file of a draft head; or the target's own, if it has a head in its
-                subfolder `dspark`. Several of these, or names of drafters, joined
+                subfolder `dspark`; or the name of a drafter, unless a folder has that name. Several of these, joined
                 with "+", draft together. Options may follow, as in `generate(speculator=)`, and win over `options`.
             target: model to draft for.
             revision, token, cache_dir, local_files_only, subfolder: options of the download, with `huggingface_hub`'s
@@ -284,6 +284,8 @@ class AutoSpeculator:
         options |= spec.options
         if len(parts := joined_sources(spec.source)) > 1:
             return AutoSpeculator.from_name(union_drafter().name, target, parts=parts, **options)
+        if spec.source in installed_drafters() and not os.path.isdir(spec.source):
+            return AutoSpeculator.from_name(spec.source, target, **options)
         engine, own = EngineOptions.split(options)
         target = unwrap(target)
         folder = local_folder(

@@ -57,11 +57,13 @@ class Advice:
     Attributes:
         good: clause for drafts that pay: "this head fits the target".
         poor: sentences for drafts that do not pay, if nothing else is known: the likely cause, and what to do.
+        untried: sentences for calls without a draft; None takes `poor`, of drafters that looked for drafts in vain.
         record: record of a trained head, which has a usual acceptance; None for other drafters.
     """
 
     good: str = "the drafts pay"
     poor: str = "Another drafter, or other options, may do better."
+    untried: str | None = None
     record: HeadRecord | None = None
 
 
@@ -70,6 +72,7 @@ def of_heads(record: HeadRecord) -> Advice:
     return Advice(
         good="this head fits the target",
         poor="Wrong target, template, adapter or quantisation? Run `hf-speculate check`.",
+        untried="",
         record=record,
     )
 
@@ -80,14 +83,15 @@ def verdict(counts: Counters, advice: Advice) -> str:
     if not counts.calls:
         return "nothing was generated yet."
     if length is None:
-        return "no round had a draft." if advice.record else f"no round had a draft. {advice.poor}"
+        return f"no round had a draft. {advice.poor if advice.untried is None else advice.untried}".rstrip()
     if counts.rounds < _MIN_DRAFTED:
         seen = "1 round" if counts.rounds == 1 else f"{counts.rounds} rounds"
         return f"too early to say: {seen} had a draft."
     if problem := _problem(counts):
         return f"{problem} {_cause(counts, advice)}"
     if speedup is not None and _MARGIN * speedup < 1.0:
-        return f"near break-even: {speedup:.2f}x with {length:.2f} tokens per drafted round. {_cause(counts, advice)}"
+        told = "near break-even" if speedup >= _MARGIN else "drafts do not pay here"
+        return f"{told}: {speedup:.2f}x with {length:.2f} tokens per drafted round. {_cause(counts, advice)}"
     first = counts.acceptance_rate_by_depth.get(1, 0.0)
     if advice.record and first < advice.record.low_first:
         found = f"accepts little at depth 1 ({first:.2f}; {advice.record.recorded})"

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from ..errors import OptionError
 from ..transfers import to_device
 from ..tree import DraftTree
 from .records import Records
@@ -38,7 +39,7 @@ class TypicalAcceptance:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 < value <= 1:
-                raise ValueError(f"typical acceptance: {name} must be above 0 and at most 1, got {value}.")
+                raise OptionError(f"typical acceptance: {name} must be above 0 and at most 1, got {value}.")
 
     def thresholds(self, probs: Float[Tensor, "*lead V"]) -> tuple[Float[Tensor, "*lead"], Float[Tensor, "*lead"]]:
         """(thresholds, entropies). A token is accepted if its probability is *above* min(epsilon, delta *

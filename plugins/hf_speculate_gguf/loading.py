@@ -197,7 +197,8 @@ class _Builder:
             model.lm_head = self._tied_output(decoder.embed_tokens)
         else:
             model.lm_head = self._linear(self._matrix([OUTPUT]), None)
-        for index, layer in enumerate(logging.tqdm(decoder.layers, desc="Packing layers")):
+        doing = "Dequantising layers" if self.backend is None else "Packing layers"
+        for index, layer in enumerate(logging.tqdm(decoder.layers, desc=doing)):
             self._fill_layer(layer, f"blk.{index}.")
         decoder.norm.weight = self._norm(FINAL_NORM)
         self._place_rotary(decoder)

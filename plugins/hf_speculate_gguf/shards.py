@@ -10,10 +10,10 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError
-from hf_speculate.files import user_path
+from hf_speculate.files import file_names, listed, user_path
 
 from .metadata import Metadata
-from .named import named_file
+from .named import NAMED_TARGETS, named_file
 from .reading import GgufFile, read_header
 
 
@@ -45,8 +45,7 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
             return path
         if found := named_file(path):
             return found
-        what = "a folder: name the file in it with `gguf_file=`" if os.path.isdir(path) else "no file"
-        raise CheckpointError(f"{path!r} is {what}. (A Hub repository takes `gguf_file=` too.)")
+        raise CheckpointError(f"{path!r} is {_without_file(path)}")
     found = []
     for name in part_names(gguf_file):
         try:
@@ -55,6 +54,18 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
             raise CheckpointError(f"{name!r} of {path!r} cannot be had: {error}") from error
     assert found[0] is not None
     return found[0]
+
+
+def _without_file(path: str) -> str:
+    """The message for a path that is not a file, and was given without `gguf_file`."""
+    if not os.path.isdir(path):
+        return (
+            f"no file: there is no {os.path.abspath(path)}. A Hub repository takes `gguf_file=`; possible names are "
+            f"{', '.join(map(repr, NAMED_TARGETS))}."
+        )
+    if files := [name for name in file_names(path) if name.endswith(".gguf")]:
+        return f"a folder: name the file in it with `gguf_file=`, one of {listed(files, 6)}."
+    return "a folder without a GGUF file. AutoModelForCausalLM.from_pretrained loads models in safetensors."
 
 
 def read_model_file(path: str | os.PathLike[str]) -> GgufFile:

@@ -240,7 +240,7 @@ class CombinedDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter], options: CombinedOptions | None = None):
         if len(parts) < 2:
-            raise ValueError(f"combined: needs at least two drafters, got {len(parts)}.")
+            raise OptionError(f"combined: needs at least two drafters, got {len(parts)}.")
         self._parts = tuple(parts)
         self.options = options or CombinedOptions()
         self.feature_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.feature_layers))
@@ -288,7 +288,7 @@ def _part(part: Any, target: GenerativeModel) -> Drafter:
     if isinstance(part, Drafter):
         return part
     if not isinstance(part, str | os.PathLike | tuple | list):
-        raise TypeError(
+        raise OptionError(
             f"parts= takes drafters, names and folders, got {type(part).__name__}. A model stands in a pair: "
             "('draft_model', {'model': ...})."
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
+from hf_speculate.errors import OptionError
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import Advice
@@ -41,7 +42,7 @@ class PromptLookupOptions:
     def __post_init__(self) -> None:
         check_sizes("prompt_lookup", self, "max_ngram", "min_ngram", "depth", "max_nodes")
         if self.min_ngram > self.max_ngram:
-            raise ValueError(f"prompt_lookup: min_ngram ({self.min_ngram}) is above max_ngram ({self.max_ngram}).")
+            raise OptionError(f"prompt_lookup: min_ngram ({self.min_ngram}) is above max_ngram ({self.max_ngram}).")
 
 
 _MAX_OCCURRENCES = 32

@@ -37,7 +37,7 @@ def test_env_names_versions():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--target", "./absent"), "no such folder"),
+        (("--target", "./absent"), "is not a folder here"),
         (("--target", ".", "-s", "promt_lookup"), "Did you mean 'prompt_lookup'?"),
         (("--target", ".", "-s", "prompt_lookup:depth"), "key=value"),
         (("--target", ".", "--dtype", "float12"), "unknown dtype 'float12'"),

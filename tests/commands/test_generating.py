@@ -126,7 +126,7 @@ class TestGenerate:
             (("-s", "none", "--compare"), "--speculator none turns it off"),
             (("--temperature", "0", "--top-p", "0.5"), "greedy"),
             (("--raw", "--system", "x"), "needs a chat template"),
-            (("-t", "./absent"), "no such folder"),
+            (("-t", "./absent"), "is not a folder here"),
             (("-s", "prompt_lookup:compile=true", "--exact"), "which compile= cannot promise"),
         ],
     )

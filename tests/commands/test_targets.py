@@ -6,9 +6,11 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import hf_speculate
 from hf_speculate.errors import CheckpointError, SpeculateError
+from hf_speculate.speculator import path_problem
 from hf_speculate_gguf.named import QWEN_CODER, QWEN_CODER_FILE, SMOLLM2
 from hf_speculate_tools.commands import default_specs, load_target, target_path
 
@@ -86,8 +88,36 @@ class TestWhatCannotBeLoaded:
 
     def test_a_folder_without_config(self, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text("{}")
-        with pytest.raises(SpeculateError, match=r"cannot load target .* It has no config\.json: a target is a folder"):
+        with pytest.raises(
+            SpeculateError, match=r"^cannot load target .*: the folder has no config\.json\. A target is"
+        ) as caught:
             load_target(str(tmp_path), "auto", CPU)
+        assert str(caught.value).endswith("or a GGUF file.")
+        (tmp_path / "tiny.gguf").touch()
+        with pytest.raises(SpeculateError, match=r"Its file 'tiny\.gguf' is one\.$"):
+            load_target(str(tmp_path), "auto", CPU)
+
+    def test_a_path_that_is_not_there_is_not_asked_for_at_the_hub(self, tmp_path, monkeypatch):
+        (tmp_path / "models" / "pycoder").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: pytest.fail("the Hub was asked"))
+        with pytest.raises(SpeculateError) as caught:
+            load_target("models/pycodr", "auto", CPU)
+        assert str(caught.value).startswith(
+            "cannot load target: 'models/pycodr' is not a folder here (Did you mean 'models/pycoder'?): there is no "
+            f"{tmp_path}/models/pycodr."
+        )
+        with pytest.raises(SpeculateError, match="'a/b/c' is not a folder here"):
+            load_target("a/b/c", "auto", CPU)
+
+    def test_a_repository_that_was_downloaded_is_one_next_to_a_folder_of_its_owner(self, tmp_path, monkeypatch):
+        (tmp_path / "owner").mkdir()
+        (tmp_path / "cache" / "models--owner--model").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert path_problem("owner/model") == ""
+        assert "run `hf download owner/other` first" in path_problem("owner/other")
+        assert path_problem("another/model") == ""
 
     def test_a_hub_id_offline(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

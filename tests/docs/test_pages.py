@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from hf_speculate.speculator import installed_drafters
+
 from .pages import PAGES, README, REPOSITORY, blocks, links, name_of, spans
 
 
@@ -31,6 +33,14 @@ def test_paths_in_the_text_are_those_of_the_repository(page):
             assert any(REPOSITORY.glob(span)), f"{name_of(page)} names {span}"
 
 
+@pytest.mark.parametrize("card", sorted((REPOSITORY / "examples").glob("*/README.md")), ids=name_of)
+def test_files_that_cards_name_are_next_to_them_or_in_the_repository(card):
+    for span in spans(card):
+        if re.fullmatch(r"[\w./-]+\.(yaml|json|png|py|safetensors)", span):
+            places = (card.parent, *(path for path in card.parent.iterdir() if path.is_dir()), REPOSITORY)
+            assert any((place / span).exists() for place in places), f"{name_of(card)} names {span}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_targets_of_make_exist(page):
     targets = set((REPOSITORY / "Makefile").read_text(encoding="utf-8").split())
@@ -38,6 +48,25 @@ def test_targets_of_make_exist(page):
     named = {name for text in code for name in re.findall(r"^make ([a-z][\w-]*)", text, re.MULTILINE)}
     missing = {name for name in named if name not in targets and f"{name}:" not in targets}
     assert not missing, f"{name_of(page)} names {missing}"
+
+
+def test_the_comparison_has_of_draft_layers_what_is_installed():
+    words = (REPOSITORY / "docs" / "beside-others.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in words.splitlines() if "|" in line]
+    is_read = "mtp" in installed_drafters()
+    (ours,) = (row[1] for row in rows if row[0] == "MTP layers of the model")
+    assert ours.startswith("yes") == is_read
+    of_others = {names: here for names, here, *_ in rows if "mtp`" in names}
+    assert list(of_others) == ["`use_mtp`", "`vendor_mtp`"]
+    assert (set(of_others.values()) == {'`speculator="mtp"`'}) == is_read
+
+
+def test_systems_that_were_not_tested_are_named_where_one_installs_and_promised_nowhere():
+    install = README.read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    for name in ("Linux", "macOS", "Windows", "ARM"):
+        assert name in install
+    metadata = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r'"Operating System :: (.*)"', metadata) == ["POSIX :: Linux"]
 
 
 def test_the_first_snippet_of_the_readme_ends_in_generate_and_shows_the_text():

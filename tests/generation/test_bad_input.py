@@ -19,6 +19,7 @@ from hf_speculate.cache import CACHE_NAME, as_cache
 from hf_speculate.errors import (
     CheckpointError,
     DrafterNotFoundError,
+    OptionError,
     TargetMismatchError,
     UnsupportedRequestError,
 )
@@ -54,6 +55,45 @@ def test_unsupported_requests_are_refused_before_any_work(no_forward, prompt, na
     kwargs, words = UNSUPPORTED[name]
     with pytest.raises(UnsupportedRequestError, match=words):
         no_forward.generate(prompt(6), max_new_tokens=4, speculator=Speculator(EmptyDrafter()), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("given", "owner", "text"),
+    [
+        ({"exact": True}, "speculators", "speculator='suffix:exact=true'"),
+        ({"acceptance": "typical"}, "speculators", "speculator='suffix:acceptance=typical'"),
+        ({"adaptive": False}, "speculators", "speculator='suffix:adaptive=false'"),
+        ({"max_ngram": 3}, "'prompt_lookup'", r"AutoSpeculator.from_pretrained\(NAME_OR_PATH"),
+        (
+            {"corpus": ["text"]},
+            "'suffix'",
+            r"AutoSpeculator.from_pretrained\('suffix', .*corpus=\['text'\]\)",
+        ),
+    ],
+)
+def test_options_of_speculators_given_to_generate_say_where_they_go(no_forward, prompt, given, owner, text):
+    (name,) = given
+    words = f"^{name}=.* was given to generate, and is an option of {owner}: it goes with the speculator, {text}"
+    with pytest.raises(OptionError, match=words):
+        no_forward.generate(prompt(6), max_new_tokens=4, speculator="suffix", **given)
+    attach(no_forward, Speculator(EmptyDrafter()))
+    with pytest.raises(OptionError, match=f"goes with the speculator, AutoSpeculator.from_pretrained.*{name}="):
+        no_forward.generate(prompt(6), max_new_tokens=4, **given)
+
+
+def test_names_that_the_request_or_the_model_takes_are_theirs(tiny_model, prompt, monkeypatch):
+    """`top_k` and `tokenizer` are options of drafters as well."""
+    model, seen = copy.deepcopy(tiny_model()), []
+    forward = model.forward
+
+    def with_depth(*args, depth=None, **kwargs):
+        seen.append(depth)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", with_depth)
+    of_request = {"top_k": 3, "tokenizer": object(), "do_sample": True, "exact": None}
+    model.generate(prompt(6), max_new_tokens=4, speculator="suffix", depth=7, **of_request)
+    assert 7 in seen
 
 
 def test_a_quantized_cache_is_refused(no_forward, prompt):
@@ -150,6 +190,13 @@ def test_a_head_of_a_kind_that_nobody_reads(tiny_model, tmp_path):
         AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
 
 
+def test_a_folder_with_many_files_names_some(tiny_model, tmp_path):
+    for number in range(20):
+        (tmp_path / f"page-{number:02}.md").touch()
+    with pytest.raises(CheckpointError, match=r"it has no weights .*page-05\.md and 14 more\.$"):
+        AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
+
 def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = r"'owner/head' is not a folder.*not in the cache and is not requested \({}\): .*`hf download owner/head`"
@@ -161,7 +208,9 @@ def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "heads" / "my-eagle3").mkdir(parents=True)
     with pytest.raises(DrafterNotFoundError, match=r"is not a folder here \(Did you mean 'heads/my-eagle3'\?\)"):
         AutoSpeculator.from_pretrained("heads/my-eagle", target=tiny_model(), cache_dir=tmp_path)
-    with pytest.raises(DrafterNotFoundError, match=r"'eagle3'\. Did you mean 'eagle'\? .*There is no folder"):
+    with pytest.raises(DrafterNotFoundError, match=f"'owner/head' is not a folder in {tmp_path}, and"):
+        AutoSpeculator.from_pretrained("owner/head", target=tiny_model(), cache_dir=tmp_path)
+    with pytest.raises(DrafterNotFoundError, match=r"'eagle3'\. Installed: .*'eagle'.*There is no folder"):
         AutoSpeculator.from_pretrained("eagle3", target=tiny_model(), cache_dir=tmp_path)
 
 

@@ -117,7 +117,11 @@ def test_without_a_tokenizer_one_must_be_given(write, no_weights):
 def test_absent_files_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="is no file"):
         hf_speculate.load_gguf(tmp_path / "absent.gguf")
-    with pytest.raises(CheckpointError, match="is a folder: name the file"):
+    with pytest.raises(CheckpointError, match="is a folder without a GGUF file"):
+        hf_speculate.load_gguf(tmp_path)
+    for name in ("a.gguf", "b.gguf", "notes.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"is a folder: name the file .*, one of a\.gguf, b\.gguf\.$"):
         hf_speculate.load_gguf(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be had"):
         hf_speculate.load_gguf(tmp_path, gguf_file="absent.gguf")

@@ -44,6 +44,19 @@ def test_logits_are_those_of_the_dequantised_model(architecture, kind, write):
             assert model.dtype == dtype
 
 
+@pytest.mark.parametrize(("backend", "shown"), [("dense", "Dequantising layers"), ("dequantize", "Packing layers")])
+def test_the_progress_bar_names_what_is_done(write, monkeypatch, backend, shown):
+    bars: list[str] = []
+
+    def tqdm(layers, desc):
+        bars.append(desc)
+        return layers
+
+    monkeypatch.setattr("hf_speculate_gguf.loading.logging.tqdm", tqdm)
+    load_model(write(shape_of("llama"), "Q8_0"), backend=backend)
+    assert bars == [shown]
+
+
 def test_models_know_their_file(write):
     """Cards of heads name what they were made for by the config."""
     path = write(shape_of("llama"))

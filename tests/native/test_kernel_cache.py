@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -47,7 +49,8 @@ class User:
     Attributes:
         folder: where it is kept.
         compilations: commands of the compiler.
-        warnings: as logged.
+        warnings: as logged, but for the progress of the compiler.
+        progress: lines on the compiler, as a log file gets them.
     """
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,6 +58,7 @@ class User:
         self.folder = self.home / ".cache" / "hf_speculate"
         self.compilations: list[list[str]] = []
         self.warnings: list[str] = []
+        self.progress: list[str] = []
         for name in ("XDG_CACHE_HOME", kernel_cache.FOLDER_VARIABLE, "CXX"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HOME", str(self.home))
@@ -72,12 +76,17 @@ class User:
             return run(command)
 
         monkeypatch.setattr(native, "_run", note)
-        monkeypatch.setattr(native.logger, "warning", self.warnings.append)
+
+        def warn(text: str) -> None:
+            (self.progress if text.startswith("compil") else self.warnings).append(text)
+
+        monkeypatch.setattr(native.logger, "warning", warn)
 
     def starts_process(self) -> str:
         """The problem of a new process; forgets what earlier ones did."""
         self.compilations.clear()
         self.warnings.clear()
+        self.progress.clear()
         native.library.cache_clear()
         native.native_problem.cache_clear()
         return native.native_problem()
@@ -116,6 +125,33 @@ def test_one_compilation_serves_many_processes(user):
     assert user.starts_process() == ""
     assert len(user.compilations) == 1
     assert not os.listdir(tempfile.gettempdir())
+
+
+def test_a_log_file_says_that_the_compiler_runs_and_a_terminal_shows_it(user):
+    user.has_compiled()
+    begin, end = user.progress
+    assert re.fullmatch(r"compiling the kernel for GGUF weights with \S+: about a minute, .*", begin)
+    assert re.fullmatch(r"compiled the kernel for GGUF weights in \d+ s", end)
+    assert user.starts_process() == ""
+    assert not user.progress, "it is in the cache"
+    user.monkeypatch.setattr(native, "_processor", lambda: "another")
+    console = native.Console  # type: ignore
+    user.monkeypatch.setattr(native, "Console", lambda **given: console(**given, force_terminal=True, quiet=True))
+    assert user.starts_process() == ""
+    assert user.compilations
+    assert not user.progress
+
+
+def test_a_cache_that_cannot_be_used_is_reported_before_the_compiler_runs(user):
+    user.has_compiled()
+    user.folder.chmod(0o777)
+    compile_kernel, seen = native.compile_kernel, []
+    user.monkeypatch.setattr(
+        native, "compile_kernel", lambda *given: (seen.extend(user.warnings), compile_kernel(*given))
+    )
+    assert user.starts_process() == ""
+    assert seen == user.warnings
+    assert "Set HF_SPECULATE_CACHE to an absolute path that only you can write" in seen[0]
 
 
 DAMAGES = {
@@ -200,6 +236,7 @@ def test_a_cache_that_cannot_be_written_is_reported_once(user, tmp_path, place):
         assert len(user.compilations) == 1
         assert len(user.warnings) == 1
         assert place in user.warnings[0]
+        assert kernel_cache.FOLDER_VARIABLE in user.warnings[0]
     assert not os.listdir(tempfile.gettempdir())
 
 
@@ -245,6 +282,17 @@ def test_processes_that_compile_at_the_same_time(user):
         thread.join()
     assert found == [42] * 3
     assert len(list(user.folder.iterdir())) == 1
+
+
+def test_windows_has_no_handle_of_everything_that_is_loaded(monkeypatch):
+    def load(name, *_):
+        raise TypeError("LoadLibrary() argument 1 must be str, not None")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(TypeError):
+        native._share_threads()
+    monkeypatch.setattr(native.os, "name", "nt")
+    native._share_threads()
 
 
 class TestCompilers:

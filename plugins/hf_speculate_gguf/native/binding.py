@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -233,6 +234,8 @@ def build() -> Library:
         except (OSError, AttributeError) as error:  # made by another machine that shares the folder
             logger.info(f"{name} cannot be loaded here: {error}")
     compiler = find_compiler()
+    if known := cache.problem:  # a minute before the compiler is done
+        logger.warning(f"the kernel for GGUF weights: {known}.")
     with tempfile.TemporaryDirectory(prefix="hf_speculate-kernel-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, name)
         compile_kernel(compiler, path)
@@ -241,19 +244,23 @@ def build() -> Library:
         except (OSError, AttributeError) as error:
             raise NativeError(f"what {shlex.join(compiler)} made of the kernel cannot be loaded: {error}") from error
         cache.keep(name, path.read_bytes())
-    if cache.problem:
+    if cache.problem != known:
         logger.warning(f"the kernel for GGUF weights: {cache.problem}.")
     return found
 
 
 def compile_kernel(compiler: Sequence[str], path: Path) -> None:
-    """Compiles the files of `kernel/`, at the same time, to the shared library `path`; raises `NativeError`."""
-    command = [*compiler, *_FLAGS, _tune()]
-    logger.info(f"compiling {KERNEL}")
+    """Compiles the files of `kernel/`, at the same time, to the shared library `path`; raises `NativeError`.
+
+    A terminal shows that it runs. A log file gets a line before and a line after.
+    """
+    command, console, start = [*compiler, *_FLAGS, _tune()], Console(stderr=True), time.perf_counter()
+    say = logger.info if console.is_terminal else logger.warning
+    say(f"compiling the kernel for GGUF weights with {compiler[0]}: about a minute, while nothing is generated")
     with (
         tempfile.TemporaryDirectory(prefix="objects-", dir=path.parent) as folder,
         ThreadPoolExecutor() as pool,
-        Console(stderr=True).status("compiling the kernel for CPUs: once on this machine, some seconds"),
+        console.status("compiling the kernel for GGUF weights: about a minute, once on this machine"),
     ):
         sources = sorted(KERNEL.glob("*.cpp"), reverse=True)  # the one that takes longest comes first
         objects = [Path(folder, f"{source.stem}.o") for source in sources]
@@ -261,6 +268,7 @@ def compile_kernel(compiler: Sequence[str], path: Path) -> None:
         for done, made in zip(pool.map(_run, commands), objects, strict=True):
             _check(done, made)
         _check(_run([*command, "-shared", *map(str, objects), "-o", str(path)]), path)
+    say(f"compiled the kernel for GGUF weights in {time.perf_counter() - start:.0f} s")
 
 
 def _check(done: subprocess.CompletedProcess[str], made: Path) -> None:
@@ -319,6 +327,8 @@ def _processor() -> str:
 
 def _share_threads() -> None:
     """Makes torch's OpenMP library visible to the kernel. With torch from PyPI it already is."""
+    if os.name == "nt":  # there is no handle of everything that is loaded
+        return
     if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
         return
     try:

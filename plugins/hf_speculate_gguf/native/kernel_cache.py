@@ -62,7 +62,10 @@ class KernelCache:
             self._note(error)
 
     def _note(self, error: OSError) -> None:
-        self.problem = f"{self._folder}: {error.strerror or error}; the kernel is not kept, every process compiles it"
+        self.problem = (
+            f"{self._folder}: {error.strerror or error}; the kernel is not kept, every process compiles it, about a "
+            f"minute each. Set {FOLDER_VARIABLE} to an absolute path that only you can write"
+        )
 
 
 def _make_private(folder: Path) -> None:

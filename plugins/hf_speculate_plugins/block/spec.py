@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hf_speculate.errors import OptionError
 from hf_speculate.speculator import check_sizes
 
 from ..checkpoints import HeadSpec
@@ -164,4 +165,4 @@ class BlockConventions:
         if self.feature_layers is not None:
             object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if self.first_slot not in (None, 0, 1):
-            raise ValueError(f"block: first_slot must be 0, 1 or None, got {self.first_slot!r}.")
+            raise OptionError(f"block: first_slot must be 0, 1 or None, got {self.first_slot!r}.")

@@ -24,7 +24,6 @@ from .decoder_config import stated_sizes as stated_sizes
 from .files import Checkpoint as Checkpoint
 from .files import check_finite as check_finite
 from .files import checkpoint_files as checkpoint_files
-from .files import listed as listed
 from .files import read_checkpoint as read_checkpoint
 from .files import read_config as read_config
 from .files import read_named as read_named
@@ -35,6 +34,7 @@ from .layer_config import rope_of as rope_of
 from .layer_config import speculators_version as speculators_version
 from .layer_config import windows_of as windows_of
 from .sharing import OpenedHead as OpenedHead
+from .sharing import TargetNeededError as TargetNeededError
 from .sharing import draft_vocabulary as draft_vocabulary
 from .sharing import is_copy as is_copy
 from .sharing import shared_embeddings as shared_embeddings

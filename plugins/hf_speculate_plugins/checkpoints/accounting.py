@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError
+from hf_speculate.files import listed
 
-from .files import ID_TYPES, WEIGHT_TYPES, Checkpoint, listed
+from .files import ID_TYPES, WEIGHT_TYPES, Checkpoint
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.files import check_regular, file_names, json_writer, open_regular, read_json, replace_files
+from hf_speculate.files import (
+    check_regular,
+    cut,
+    file_names,
+    json_writer,
+    listed,
+    open_regular,
+    read_json,
+    replace_files,
+)
 
 
 # In order of preference; safetensors before pickles of the same content.
@@ -177,12 +186,6 @@ def write_checkpoint(
     replace_files(folder, {file: write, "config.json": json_writer(config)})
 
 
-def listed(names: Sequence[str], limit: int = 12) -> str:
-    """The first of many names, for messages."""
-    more = len(names) - limit
-    return ", ".join(map(_cut, names[:limit])) + (f" and {more} more" if more > 0 else "")
-
-
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
     """Turns everything that safetensors raises for a file into an error about the file."""
@@ -229,7 +232,7 @@ def _check_storages(path: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _checked(path: str, name: str, tensor: Tensor) -> Tensor:
     """A dense tensor in memory, of a type that heads have; raises `CheckpointError` for any other."""
-    name = _cut(name)
+    name = cut(name)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         kind = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else f"{tensor.layout}"
         raise CheckpointError(f"{path}: {name} is a {kind} tensor; dense ones with their values are read.")
@@ -249,11 +252,7 @@ def _checked(path: str, name: str, tensor: Tensor) -> Tensor:
 
 
 def _short(value: Any) -> str:
-    return _cut(repr(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:100]} ... ({len(text)} characters)"
+    return cut(repr(value))
 
 
 # Prefixes that wrappers leave: DataParallel / DeepSpeed, a causal LM around the head, torch.compile.

@@ -217,9 +217,13 @@ def vocabulary_tensors(spec: HeadSpec, target_ids: Tensor | None) -> dict[str, T
     return {"d2t": ids - own, "t2d": members}
 
 
-def target_needed(opened: OpenedHead[Any], layout: str, name: str) -> CheckpointError:
+class TargetNeededError(CheckpointError):
+    """A conversion that needs the target's files, and was given none."""
+
+
+def target_needed(opened: OpenedHead[Any], layout: str, name: str) -> TargetNeededError:
     """The error for a part of the target that a layout stores, and that no target was given for."""
-    return CheckpointError(
+    return TargetNeededError(
         f"{opened.checkpoint.folder} has no {name} (it is the target's), which the {layout} layout stores: give the "
         "target (--target)."
     )

@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
 from hf_speculate.files import user_path
 from hf_speculate.scoring import embedding_layer, output_layer
+from hf_speculate.speculator import path_problem
 
 from .files import read_config, read_index, read_tensor
 
@@ -36,8 +37,8 @@ class TargetFiles:
     def __init__(self, name_or_path: str | os.PathLike, **hub: Any):
         self.name = user_path(name_or_path)
         self._hub = hub
-        if self.name.startswith((".", "/", "~")) and not os.path.isdir(self.name):
-            raise DrafterNotFoundError(f"cannot read target {self.name!r}: no such folder.")
+        if problem := path_problem(self.name, hub.get("cache_dir")):
+            raise DrafterNotFoundError(f"cannot read target: {self.name!r} {problem}")
         read_config(self.name)  # refuses files of a folder that transformers would wait for or recurse in
         try:
             self.config = AutoConfig.from_pretrained(self.name, **hub)
@@ -111,7 +112,9 @@ class TargetFiles:
                 shard = read_index(index).get(name)
                 if shard is None:
                     raise CheckpointError(f"the target's files ({self.name}) do not hold {name}.")
-                file = shard
+                if not (path := self._file(shard)):
+                    raise CheckpointError(f"{index} names the file {shard!r}, which is not there.")
+                return path
             if path := self._file(file):
                 return path
         raise CheckpointError(f"{self.name} holds none of {', '.join(_WEIGHTS)}: it cannot be read as a target.")

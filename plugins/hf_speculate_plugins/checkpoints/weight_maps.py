@@ -19,11 +19,14 @@ _OF_MODEL = (
 )
 
 
-def read_weight_map(find: Callable[[str], str | None], variant: str | None = None) -> dict[str, str]:
+def read_weight_map(
+    find: Callable[[str], str | None], place: str | os.PathLike, variant: str | None = None
+) -> dict[str, str]:
     """The file of each tensor of a model in safetensors, by name.
 
     Args:
         find: function that returns the path of a file by its name; None if there is no such file.
+        place: folder or Hub id of the model, for messages.
         variant: variant of the weights, as transformers names it; None: the weights without one.
     Raises:
         CheckpointError: there is none of the files, or it cannot be read.
@@ -35,7 +38,8 @@ def read_weight_map(find: Callable[[str], str | None], variant: str | None = Non
         return dict.fromkeys(shapes_in(path), name)
     if files:
         return files
-    raise CheckpointError(f"neither {name} nor its index is there.")
+    where = os.path.abspath(place) if os.path.isdir(place) else place
+    raise CheckpointError(f"neither {name} nor its index is there, in {where}.")
 
 
 def variant_name(name: str, variant: str | None) -> str:

@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
-from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.files import user_path
+from hf_speculate.errors import CheckpointError, OptionError, TargetMismatchError
+from hf_speculate.files import file_names, listed, user_path
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import supported_shape
-from hf_speculate.speculator import local_folder, read_options
+from hf_speculate.speculator import installed_drafters, load_drafter, local_folder, read_options
 from hf_speculate.stats import Advice
 
-from ..checkpoints import ConfigValues, checkpoint_files, listed, read_config, tensor_shapes
+from ..checkpoints import ConfigValues, checkpoint_files, read_config, tensor_shapes
 from ..origin import compare_weights, sample_weights
 from .options import DraftModelOptions
 from .session import DraftModelSession
@@ -62,6 +62,7 @@ def load_model(folder: str, target: GenerativeModel) -> GenerativeModel:
     Raises:
         CheckpointError: unreadable, or a config that announces far more than the files hold.
     """
+    _check_kind(folder)
     _check_sizes(folder)
     try:
         _check_shapes(folder)
@@ -76,6 +77,24 @@ def load_model(folder: str, target: GenerativeModel) -> GenerativeModel:
     if missing := sorted(found["missing_keys"]):  # transformers would draft with random ones
         raise CheckpointError(f"{folder}: config.json announces weights that the files lack: {listed(missing, 4)}.")
     return loaded.to(target.device)
+
+
+def _check_kind(folder: str) -> None:
+    """Raises `CheckpointError` for a folder without a model, and for a head, which other drafters draft with."""
+    if DraftModelDrafter.recognizes(folder):
+        return
+    others = (name for name in installed_drafters() if name != DraftModelDrafter.name)
+    if kind := next((name for name in others if load_drafter(name).recognizes(folder)), None):
+        raise CheckpointError(
+            f"{folder} is a head of the drafter {kind!r}, not a draft model: give it alone, speculator={folder!r}."
+        )
+    if "model_type" not in read_config(folder):
+        files = file_names(folder)
+        found = "its config.json has no model_type" if "config.json" in files else "it has no config.json"
+        raise CheckpointError(
+            f"{folder} is not a draft model: {found}. Give the folder of a causal LM, a Hub id or a GGUF file. Files "
+            f"there: {listed(files, 6) or 'none'}."
+        )
 
 
 def _check_shapes(folder: str) -> None:
@@ -136,6 +155,8 @@ class DraftModelDrafter(Drafter):
             good=f"the draft model {name} saves more time than it costs",
             poor=f"The draft model {name} is too slow for this target, or writes another text: try a smaller one of "
             "the target's family, fewer tokens per draft (depth=), or prompt_lookup.",
+            untried=f"The draft model {name} was not tried: the policy expected its drafts to take longer than they "
+            "save. adaptive=False drafts in every round.",
         )
 
     @classmethod
@@ -143,7 +164,7 @@ class DraftModelDrafter(Drafter):
         """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`."""
         model = options.pop("model", None)
         if model is None:
-            raise TypeError(
+            raise OptionError(
                 "draft_model needs the draft model: from_name('draft_model', target=..., model=...), or in a text "
                 "draft_model:model=PATH."
             )

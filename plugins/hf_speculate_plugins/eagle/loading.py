@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.errors import CheckpointError, OptionError, TargetMismatchError
 from hf_speculate.models import GenerativeModel
 
 from ..checkpoints import (
@@ -138,7 +138,7 @@ class EagleReading(HeadFiles[EagleSpec, EagleHead]):
         stated.check_sizes(spec, drafts_all=version == 1)
         spec = spec.overridden(conventions, _OVERRIDES)
         if spec.mask_token_id is not None and not spec.parallel:
-            raise ValueError(f"eagle: mask_token_id is for P-EAGLE heads; the head in {stated.folder} is {spec.kind}.")
+            raise OptionError(f"eagle: mask_token_id is for P-EAGLE heads; the head in {stated.folder} is {spec.kind}.")
         return spec
 
     @classmethod

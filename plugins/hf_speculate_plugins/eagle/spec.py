@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hf_speculate.drafting import RAW_LAST
+from hf_speculate.errors import OptionError
 from hf_speculate.speculator import check_sizes
 
 from ..checkpoints import HeadSpec
@@ -136,7 +137,7 @@ class EagleConventions:
         if self.feature_layers is not None:
             object.__setattr__(self, "feature_layers", tuple(self.feature_layers))
         if self.embeddings not in (None, "own", "target"):
-            raise ValueError(f"eagle: embeddings must be 'own', 'target' or None, got {self.embeddings!r}.")
+            raise OptionError(f"eagle: embeddings must be 'own', 'target' or None, got {self.embeddings!r}.")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from torch import Tensor
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
-from hf_speculate.errors import TargetMismatchError
+from hf_speculate.errors import OptionError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import local_folder, read_options
@@ -81,7 +81,7 @@ class HeadDrafter(LoadedDrafter[Head]):
         """`head=` is the folder or Hub id of the head; the other options are those of `from_folder`."""
         head = options.pop("head", None)
         if head is None:
-            raise TypeError(
+            raise OptionError(
                 f"{cls.name} needs a trained head: from_name({cls.name!r}, target=..., head='folder or Hub id')."
             )
         return cls.from_folder(local_folder(head), target, **options)
@@ -91,7 +91,8 @@ class HeadDrafter(LoadedDrafter[Head]):
         """Options are the fields of `options_classes`, for drafting and for reading the head."""
         how_to_draft, how_to_read = cls.options_classes
         names = {field.name for field in dataclasses.fields(how_to_read)}
-        conventions = how_to_read(**{name: options.pop(name) for name in list(options) if name in names})
+        of_reading = {name: options.pop(name) for name in list(options) if name in names}
+        conventions = read_options(how_to_read, of_reading, cls.name)
         chosen = read_options(how_to_draft, options, cls.name, also=sorted(names))
         return cls(cls.head_files.load(folder, target, conventions), target, chosen)
 

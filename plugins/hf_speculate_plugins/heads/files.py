@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
+from hf_speculate.files import listed
 from hf_speculate.messages import get_logger
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer, output_rows
@@ -35,7 +36,6 @@ from ..checkpoints import (
     draft_vocabulary,
     facts_of_target,
     is_copy,
-    listed,
     read_checkpoint,
     shared_embeddings,
     shared_output,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
-from hf_speculate.errors import TargetMismatchError
+from hf_speculate.errors import OptionError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.models import GenerativeModel
 from hf_speculate.scoring import weight_device
@@ -120,7 +120,7 @@ class MedusaDrafter(Drafter):
         if isinstance(heads, str | os.PathLike):
             return cls.from_folder(user_path(heads), target, **options)
         if not isinstance(heads, MedusaHeads):
-            raise TypeError("medusa needs its heads: AutoSpeculator.from_pretrained(<folder or Hub id>, target=...).")
+            raise OptionError("medusa needs its heads: AutoSpeculator.from_pretrained(<folder or Hub id>, target=...).")
         return cls(heads, target, read_options(MedusaOptions, options, cls.name, also=["heads"]))
 
     @classmethod

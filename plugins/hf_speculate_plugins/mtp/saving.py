@@ -208,7 +208,9 @@ def _has_layers(folder: Path, source: Source) -> bool:
 def _weight_map(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The variant of a saved model's weights, and the file of each of its tensors."""
     variant, *_ = weight_variants(folder) or [None]
-    return variant, read_weight_map(lambda name: str(folder / name) if (folder / name).exists() else None, variant)
+    return variant, read_weight_map(
+        lambda name: str(folder / name) if (folder / name).exists() else None, folder, variant
+    )
 
 
 def _additions(folder: Path, source: Source, tensors: Mapping[str, Tensor]) -> dict[str, Writer]:

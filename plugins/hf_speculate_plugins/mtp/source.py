@@ -106,7 +106,8 @@ class Source:
                 config = None if gguf else _file(name, "config.json", hub)
                 raise CheckpointError(_without_layers(name, num_tensors, config))
         except OSError as error:
-            raise CheckpointError(f"cannot look for draft layers in {name!r}: {first_line(error)}") from error
+            where = repr(name) if os.path.exists(name) else f"{name!r}, which is not in {os.getcwd()}"
+            raise CheckpointError(f"cannot look for draft layers in {where}: {first_line(error)}") from error
         layout, places = found
         numbers = {place.layer for place in places.values() if place.layer is not None}
         if numbers != set(range(len(numbers))):
@@ -192,7 +193,7 @@ def _weight_maps(name: str, hub: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """
     variants = weight_variants(name) or [None]
     for variant in variants:
-        yield read_weight_map(lambda file: _file(name, file, hub), variant)
+        yield read_weight_map(lambda file: _file(name, file, hub), name, variant)
     for file in (variant_name(SHARD, variant) for variant in variants):
         path = os.path.join(name, file)
         if os.path.isfile(path):

@@ -30,8 +30,7 @@ class SuffixOptions:
             the answer is such an object or call, its keys, punctuation and choices are drafted.
         tokenizer: the target's tokenizer; schemas and a corpus of texts need it.
     Raises:
-        ValueError: an option without a meaning.
-        OptionError: schemas without a tokenizer.
+        OptionError: an option without a meaning, or schemas without a tokenizer.
     """
 
     depth: int = 24
@@ -44,7 +43,7 @@ class SuffixOptions:
     def __post_init__(self) -> None:
         check_sizes("suffix", self, "depth", "max_nodes")
         if not isinstance(self.store, bool | SuffixStore):
-            raise ValueError(f"suffix: store is True, False or a SuffixStore, got {type(self.store).__name__}.")
+            raise OptionError(f"suffix: store is True, False or a SuffixStore, got {type(self.store).__name__}.")
         if self.schemas and not isinstance(self.tokenizer, PreTrainedTokenizerBase):
             found = type(self.tokenizer).__name__
             raise OptionError(f"suffix: schemas need the target's tokenizer: give tokenizer=, got {found}.")

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from hf_speculate.errors import CheckpointError
+from hf_speculate.errors import CheckpointError, OptionError
 from hf_speculate.files import Writer, check_kinds, json_writer, read_json, replace_files, user_path
 
 from .contexts import ContextCounts, RecycledRows
@@ -46,12 +46,12 @@ class SuffixStore:
     Attributes:
         lock: lock to hold while counts are read.
     Raises:
-        ValueError: a limit below 1.
+        OptionError: a limit below 1.
     """
 
     def __init__(self, max_tokens: int = 200_000):
         if max_tokens < 1:
-            raise ValueError(f"SuffixStore: max_tokens must be at least 1, got {max_tokens}.")
+            raise OptionError(f"SuffixStore: max_tokens must be at least 1, got {max_tokens}.")
         self.max_tokens = max_tokens
         self.lock = RLock()
         self.num_tokens = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.files import check_regular, file_names, user_path
-from hf_speculate.speculator.registry import SpeculatorSpec  # the package imports torch
+from hf_speculate.speculator.registry import SpeculatorSpec, path_problem  # the package imports torch
 from hf_speculate_gguf.named import NAMED_TARGETS, known_target, named_file
 
 
@@ -63,9 +63,16 @@ def load_target(
         return packed, tokenizer
     check_backend(name_or_path, gguf_backend)
     _check_place(name_or_path)
-    for name in file_names(name_or_path):
+    files = file_names(name_or_path)
+    for name in files:
         if name.endswith((".json", ".safetensors", ".bin")):
             check_regular(Path(name_or_path, name))  # transformers' error names no pointer of Git-LFS
+    if os.path.isdir(name_or_path) and {"config.json", "adapter_config.json"}.isdisjoint(files):
+        packed = "".join(f" Its file {name!r} is one." for name in files if name.endswith(".gguf"))
+        raise SpeculateError(
+            f"cannot load target {name_or_path!r}: the folder has no config.json. A target is a folder with config, "
+            f"weights and tokenizer, or a GGUF file.{packed}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model: Any = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
@@ -97,8 +104,8 @@ def _check_place(name_or_path: str) -> None:
     """Raises for a name that is neither a folder nor a repository id, before the Hub is asked several times."""
     if os.path.isdir(name_or_path):
         return
-    if name_or_path.startswith((".", "/", "~")):
-        raise SpeculateError(f"cannot load target {name_or_path!r}: no such folder.")
+    if problem := path_problem(name_or_path):
+        raise SpeculateError(f"cannot load target: {name_or_path!r} {problem}")
     from huggingface_hub import try_to_load_from_cache
 
     if "/" not in name_or_path and not isinstance(try_to_load_from_cache(name_or_path, "config.json"), str):
@@ -114,11 +121,11 @@ def _way_out(name_or_path: str) -> str:
     from huggingface_hub import is_offline_mode
 
     if os.path.isdir(name_or_path):
-        lacks_config = not Path(name_or_path, "config.json").is_file()
-        return " It has no config.json: a target is a folder with config, weights, tokenizer." if lacks_config else ""
+        return ""
+    absent = f" There is no folder {os.path.abspath(name_or_path)}."
     if is_offline_mode():
-        return f" HF_HUB_OFFLINE is set: unset it, or run `hf download {name_or_path}` before, or give a folder."
-    return " Give a folder, a GGUF file, or the id of a repository on the Hub (owner/name)."
+        return f"{absent} HF_HUB_OFFLINE is set: unset it, or run `hf download {name_or_path}`, or give a folder."
+    return f"{absent} Give a folder, a GGUF file, or the id of a repository on the Hub (owner/name)."
 
 
 def neutralize(model: PreTrainedModel) -> None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hf_speculate.errors import CheckpointError, SpeculateError
-from hf_speculate.files import user_path
+from hf_speculate.files import section, user_path
+from hf_speculate.messages import get_logger
+from hf_speculate_gguf.named import known_target
 
 from ..commands import MODEL_FORMS, JsonOnly, say, say_json, target_option, target_path
 from .arguments import head_argument
@@ -19,8 +21,11 @@ from .engines import EngineName, check_target, served_layout, start_command
 
 
 if TYPE_CHECKING:
-    from hf_speculate.drafting import SavedHead
-    from hf_speculate_plugins.checkpoints import LoadReport, TargetFiles
+    from hf_speculate.drafting import Drafter, SavedHead
+    from hf_speculate_plugins.checkpoints import LoadReport, TargetFiles, TargetNeededError
+
+
+logger = get_logger(__name__)
 
 
 def convert_checkpoint(
@@ -40,18 +45,20 @@ def convert_checkpoint(
             "compact", "llama.cpp"; Medusa: "fasterdecoding", "vllm"; one-pass heads: "zlab", "deepspec",
             "speculators", "modelopt", "llama.cpp".
         target: folder or Hub id, of which only the config and single tensors are read; or a GGUF file or a name of
-            `NAMED_TARGETS`, which is loaded. Many conversions need none; "llama.cpp" needs its tokenizer.
+            `NAMED_TARGETS`, which is loaded. Many conversions need none; "llama.cpp" needs its tokenizer. None: the
+            target that the head names, if it is needed and on this machine.
         out_type: type of the matrices in a llama.cpp file, a name of `hf_speculate_gguf.OUT_TYPES`; None: "f16".
     Returns:
         The head that was written, and a report on every key of `source`.
     Raises:
         CheckpointError: `destination` is not empty; `source` is unreadable or of a method without other layouts; the
-            layout cannot express it; a target is needed and none was given.
+            layout cannot express it; a target is needed, none was given and the named one is not here.
         DrafterNotFoundError: there is no such source or target.
         TargetMismatchError: the head belongs to another target.
     """
     path = _checked_destination(destination, layout, out_type)
     from hf_speculate.speculator import drafter_class_for, local_folder
+    from hf_speculate_plugins.checkpoints import TargetNeededError
 
     from ..hub import card_facts, copy_origins, rename_card, write_card
 
@@ -65,7 +72,10 @@ def convert_checkpoint(
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         written = Path(scratch, path.name or "head")
         types = {} if out_type is None else {"out_type": out_type}
-        saved, report = convert_folder(folder, written, layout, files, **types)
+        try:
+            saved, report = convert_folder(folder, written, layout, files, **types)
+        except TargetNeededError as error:
+            saved, report = convert_folder(folder, written, layout, _named_target(folder, drafter, error), **types)
         copy_origins(folder, written, converted={"to": saved.layout, "from": drafter.describe(folder).layout})
         if not rename_card(written, **asdict(saved), source=folder):
             write_card(written, **card_facts(written, saved))
@@ -83,6 +93,26 @@ def _checked_destination(destination: str | os.PathLike, layout: str | None, out
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists and is not an empty folder: choose another destination.")
     return path
+
+
+def _named_target(folder: str, drafter: type[Drafter], error: TargetNeededError) -> TargetFiles:
+    """The files of the target that a head names.
+
+    Args:
+        error: error to raise, with that name, if the target is not on this machine.
+    """
+    from hf_speculate_plugins.checkpoints import TargetNeededError
+    from hf_speculate_plugins.origin import read_provenance
+
+    name = drafter.describe(folder).base_model or section(read_provenance(folder) or {}, "target").get("name")
+    if not name:
+        raise error
+    known = known_target(name)
+    place = (known.find() if known else None) or user_path(name)
+    if not os.path.exists(place):
+        raise TargetNeededError(f"{error} The head names {name!r}, which is not on this machine.") from error
+    logger.info(f"{folder}: the target is {place}, which the head names")
+    return _files_of(place)
 
 
 def _files_of(target: str | os.PathLike | TargetFiles) -> TargetFiles:
@@ -131,11 +161,16 @@ def convert(
         raise SpeculateError("pass one of --layout and --for.")
     _checked_destination(destination, layout, outtype)
     from hf_speculate.speculator import drafter_class_for, local_folder
+    from hf_speculate_plugins.checkpoints import TargetNeededError
 
     files = None if target is None else _files_of(target)
     if engine is not None:
         source = local_folder(source)
-        layout = served_layout(engine, drafter_class_for(source).describe(source).algorithm)
+        drafter = drafter_class_for(source)
+        layout = served_layout(engine, drafter.describe(source).algorithm)
+        if files is None and engine == "llama.cpp":  # it serves heads of some targets only
+            error = TargetNeededError(f"{engine} needs the tokenizer of the target of {source}: give it (--target).")
+            files = _named_target(source, drafter, error)
         if files is not None:
             check_target(engine, files.text_config.model_type)
     assert layout is not None
@@ -143,7 +178,7 @@ def convert(
     found = {**asdict(saved), "destination": str(destination), "keys": asdict(report)}
     started = ""
     if engine is not None:
-        served = saved.base_model if target is None else target_path(target)
+        served = target_path(target) if target is not None else saved.base_model if files is None else files.name
         found["command"] = start_command(engine, saved.algorithm, user_path(destination), served)
         started = f"\n\n{found['command']}"
     if json_only:

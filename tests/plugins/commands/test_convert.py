@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, TargetMismatchError
-from hf_speculate_plugins.checkpoints import read_checkpoint
+from hf_speculate_plugins.checkpoints import TargetNeededError, read_checkpoint
 from hf_speculate_plugins.eagle import EagleDrafter, load_head
 from hf_speculate_plugins.eagle.loading import canonical_name
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads
@@ -291,7 +291,7 @@ class TestRefusals:
         source = save_head(tmp_path / "source")
         with pytest.raises(TargetMismatchError, match=r"vocabulary 96, but .*target has 64"):
             convert_checkpoint(source, tmp_path / "head", "specforge", save_target(tmp_path / "target", vocab_size=64))
-        with pytest.raises(DrafterNotFoundError, match="no such folder"):
+        with pytest.raises(DrafterNotFoundError, match="is not a folder here"):
             convert_checkpoint(source, tmp_path / "head", "specforge", tmp_path / "absent")
         with pytest.raises(DrafterNotFoundError, match="cannot read target"):
             convert_checkpoint(source, tmp_path / "head", "specforge", tmp_path)
@@ -371,6 +371,7 @@ class TestForEngines:
         [
             ("pycoder-medusa", "sglang", (), "serves heads of eagle3, eagle, not of medusa; none of the other engines"),
             ("pycoder-dspark", "vllm", (), "not of dspark; possible: --for llama.cpp"),
+            ("pycoder-eagle3", "llama.cpp", (), "no states of 'qwen2' models"),
             ("pycoder-eagle3", "llama.cpp", ("--target", str(EXAMPLES / "pycoder")), "no states of 'qwen2' models"),
             ("pycoder-eagle3", "vllm", ("--outtype", "q8_0"), "'speculators' keeps the head's"),
             ("pycoder-eagle3", "vllm", ("--layout", "compact"), "pass one of --layout and --for"),
@@ -381,6 +382,27 @@ class TestForEngines:
         result = CliRunner().invoke(cli.app, arguments)
         assert (result.exit_code, said in result.stderr) == (1, True), result.stderr
         assert not (tmp_path / "out").exists()
+
+
+class TestNamedTargets:
+    """Without --target, the target that the head names is taken, if it is needed and here."""
+
+    def test_the_target_in_the_config_or_in_the_provenance(self, tmp_path, monkeypatch):
+        target = save_target(tmp_path / "target")
+        source = save_head(tmp_path / "source", eagle_aux=1)
+        with pytest.raises(TargetNeededError, match=r"give the target \(--target\)\.$"):
+            convert_checkpoint(source, tmp_path / "head", "speculators")
+        monkeypatch.chdir(tmp_path)
+        (source / "provenance.json").write_text('{"target": {"name": "target"}}')
+        given, _ = convert_checkpoint(source, tmp_path / "given", "speculators", target)
+        found, _ = convert_checkpoint(source, tmp_path / "found", "speculators")
+        assert found.layout == given.layout == "speculators"
+        files = [load_file(tmp_path / name / "model.safetensors") for name in ("given", "found")]
+        assert files[0].keys() == files[1].keys()
+        monkeypatch.chdir("/")
+        with pytest.raises(TargetNeededError, match="The head names 'target', which is not on this machine"):
+            convert_checkpoint(source, tmp_path / "head", "speculators")
+        assert not (tmp_path / "head").exists()
 
 
 class TestOrigins:

@@ -16,6 +16,7 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from hf_speculate_plugins.trees import grow_tree
 
 from ...support.heads import left_padded
+from ...support.tiny_heads import write_eagle_head
 
 
 NEW_TOKENS = 25
@@ -193,6 +194,18 @@ class TestRefusals:
             (tmp_path / "config.json").write_text(json.dumps(stated | change))
             with pytest.raises(CheckpointError, match=message):
                 AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
+
+    def test_a_head(self, tiny_model, prompt, tmp_path):
+        head = write_eagle_head(tmp_path / "head", 32, 96)
+        with pytest.raises(CheckpointError, match=f"head is a head of the drafter 'eagle', .* speculator='{head}'"):
+            tiny_model().generate(prompt(4), max_new_tokens=2, speculator=f"draft_model:model={head}")
+
+    def test_a_folder_without_a_model(self, tiny_model, tmp_path):
+        (tmp_path / "page.md").touch()
+        for found in ("it has no config.json", "its config.json has no model_type"):
+            with pytest.raises(CheckpointError, match=f"is not a draft model: {found}\\. .*page\\.md"):
+                AutoSpeculator.from_name("draft_model", tiny_model(), model=tmp_path)
+            (tmp_path / "config.json").write_text("{}")
 
     @pytest.mark.parametrize("size", [24, 1000])
     def test_another_vocabulary(self, tiny_model, size):
