@@ -182,8 +182,10 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     @property
     def dtype(self) -> torch.dtype:
-        first: Any = self.layers[0]  # its matrices may be packed, its norms never are
-        return first.post_attention_layernorm.weight.dtype
+        weight = self.fc.weight
+        if weight.is_floating_point():
+            return weight.dtype
+        return next(each.dtype for each in self.parameters() if each.is_floating_point())  # norms are never packed
 
     @property
     def windows(self) -> Sequence[int | None]:
