@@ -2,7 +2,7 @@
 
 `docs/architectures.md`, and the list of classes that need no trial at run time, are what
 `hf_speculate.request.trial` finds; `HF_SPECULATE_WRITE_DOCS=1 pytest -k in_the_docs`
-writes them anew, and a stale file fails.
+writes them again, and a stale file fails. The page's second part is that of `tests/training/test_classes.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_speculate.request.trial import INPUT_PREPARATION, minor_version, run_tri
 from hf_speculate.scoring.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
-from ..support.architectures import CASES, CHAINS, NOTHING, TREES, build
+from ..support.architectures import CASES, CHAINS, HEADS, NOTHING, TREES, build
 from ..support.inputs import padded_batch
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick_quarter
@@ -104,7 +104,8 @@ def test_the_table_in_the_docs_and_the_list_of_classes_are_what_the_trial_finds(
         list_path: json.dumps(dict(sorted((listed | {minor_version(): tried_classes()}).items())), indent=1) + "\n",
     }
     if Version(minor_version()) >= max(map(Version, listed)):
-        made[request.config.rootpath / "docs" / "architectures.md"] = document()
+        page = request.config.rootpath / "docs" / "architectures.md"
+        made[page] = document() + "".join(page.read_text().partition(HEADS)[1:])
     for path, text in made.items():
         if is_writing:
             path.write_text(text)

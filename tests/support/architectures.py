@@ -55,6 +55,10 @@ NEMOTRON = {
 SSM = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 
 
+HEADS = "\n## Heads and draft layers\n"
+"""Heading of the second part of `docs/architectures.md`, which the tests of training write."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One architecture.
