@@ -9,12 +9,12 @@ from ..support.paths import REPOSITORY
 
 # Lines of Python, C++ and headers. The goal is a wheel of 45,000 lines, an engine of 13,500, and tests of 40,000.
 BUDGET = {
-    "hf_speculate": 16_465,
+    "hf_speculate": 16_500,
     "plugins/hf_speculate_gguf": 9_585,
-    "plugins/hf_speculate_plugins": 14_050,
+    "plugins/hf_speculate_plugins": 14_320,
     "plugins/hf_speculate_tools": 5_910,
-    "training/hf_speculate_training": 8_510,
-    "tests": 51_860,
+    "training/hf_speculate_training": 8_540,
+    "tests": 52_400,
 }
 SOURCES = (".py", ".cpp", ".h")
 

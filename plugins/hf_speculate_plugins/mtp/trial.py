@@ -6,7 +6,7 @@ training, is refused before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate.errors import TargetMismatchError, first_line
 
-from ..heads import CachedAttention
-
-
-if TYPE_CHECKING:
-    from .head import MtpHead
+from ..heads import CachedAttention, FeedingHead
 
 
 POSSIBLE = "Possible: an EAGLE-3, DSpark or Medusa head."
@@ -28,7 +24,7 @@ _PROMPT, _DRAFTED = 3, 2  # entries of the two forwards
 
 
 @torch.no_grad()
-def check_layer(head: MtpHead, name: str) -> None:
+def check_layer(head: FeedingHead[Any], name: str) -> None:
     """Runs a draft layer over a prompt, and over a draft behind it.
 
     Args:
@@ -47,7 +43,7 @@ def check_layer(head: MtpHead, name: str) -> None:
         )
 
 
-def _problem(head: MtpHead) -> str:
+def _problem(head: FeedingHead[Any]) -> str:
     """The reason why a draft layer cannot run alone; "" if it can."""
     cache = DynamicCache()
     mask = torch.zeros(1, 1, _DRAFTED, _PROMPT + _DRAFTED, dtype=head.dtype, device=head.device)
@@ -64,7 +60,7 @@ def _problem(head: MtpHead) -> str:
     return "" if list(states.shape) == wanted else f"its states are {list(states.shape)}, not {wanted}"
 
 
-def _run(head: MtpHead, first: int, count: int, attend: CachedAttention) -> Tensor:
+def _run(head: FeedingHead[Any], first: int, count: int, attend: CachedAttention) -> Tensor:
     """The states of `count` entries from position `first` on."""
     tokens = torch.zeros(1, count, dtype=torch.long, device=head.device)
     positions = torch.arange(first, first + count, dtype=torch.long, device=head.device)[None]
