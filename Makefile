@@ -57,7 +57,7 @@ $(NEWEST)/.installed: pyproject.toml
 # (pip complains of other packages, and old versions want other huggingface_hub and tokenizers: each has its environment.)
 VERSIONS := 5.5.4 5.10.4 5.17.0 5.24.0
 OF_VERSIONS := tests/generation tests/cache tests/verification tests/lossless tests/scoring tests/drafting tests/policy \
-	$(addprefix tests/plugins/,eagle medusa prompt_lookup draft_model)
+	$(addprefix tests/plugins/,block combined draft_model eagle grammar medusa mtp prompt_lookup suffix)
 TEST_VERSIONS := $(addprefix test-versions-,$(VERSIONS) newest)
 
 .PHONY: $(TEST_VERSIONS)

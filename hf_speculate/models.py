@@ -39,6 +39,20 @@ def num_embeddings(model: GenerativeModel) -> int:
     return next((n for n in found if isinstance(n, int)), model.config.get_text_config(decoder=True).vocab_size)
 
 
+def decoder_of(model: GenerativeModel) -> Any:
+    """The decoder of a model: embeddings, layers and final norm, without the output layer.
+
+    It is `get_decoder`, or the only model inside where that finds nothing, as for Llama 4.
+    """
+    from transformers import PreTrainedModel
+
+    found: Any = model.get_decoder()
+    if found is not model:
+        return found
+    inside = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inside[0] if len(inside) == 1 else model
+
+
 def held_model(holder: Any) -> GenerativeModel:
     """The transformers model of an object that holds it as `.model` (a pipeline, a trainer), or that `unwrap` finds.
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..compatibility.stock import states_option
 from ..errors import DrafterError, UnsupportedRequestError
-from ..models import GenerativeModel
+from ..models import GenerativeModel, decoder_of
 from ..transfers import to_device
 from .contract import RAW_LAST
 
@@ -42,7 +42,7 @@ def check_taps(target: GenerativeModel, layers: Sequence[int], drafter: str) -> 
 
 def last_layer(target: GenerativeModel) -> nn.Module | None:
     """The last decoder layer: that of `layers`, or of the only module list with the config's number of layers."""
-    decoder, count = target.get_decoder(), target.config.get_text_config(decoder=True).num_hidden_layers
+    decoder, count = decoder_of(target), target.config.get_text_config(decoder=True).num_hidden_layers
     lists = {name: child for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
     stacks = [lists["layers"]] if "layers" in lists else [child for child in lists.values() if len(child) == count]
     return stacks[0][-1] if len(stacks) == 1 else None

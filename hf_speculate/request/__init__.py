@@ -8,3 +8,4 @@ from .bridge import install as install
 from .bridge import uninstall as uninstall
 from .streaming import rounds as rounds
 from .streaming import stream as stream
+from .trial import check_drafting as check_drafting

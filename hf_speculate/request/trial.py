@@ -89,6 +89,16 @@ def checked_shape(model: GenerativeModel, cache: Cache) -> tuple[Shape, str]:
     return shape, reason
 
 
+@torch.no_grad()
+def check_drafting(model: GenerativeModel) -> None:
+    """Raises `UnsupportedRequestError` if `model` takes no drafts, as its requests would: a head that is trained for it
+    could never draft. A request of a few tokens finds out."""
+    with ExitStack() as stack:
+        stack.callback(RngState(input_device(model)).put_back)
+        request = _TrialRequest(model, None)
+        request.logits(Speculator(_TrialDrafter(request), adaptive=False))
+
+
 def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
     """Whether this class must be tried: its input preparation is not stock's, or no test compares it with stock.
 

@@ -34,7 +34,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..compatibility import incompatible
 from ..errors import SpeculateError
-from ..models import GenerativeModel
+from ..models import GenerativeModel, decoder_of
 from .tree_kernel import TreePlace, has_kernel, tree_attention
 from .walk import current_walk, is_walked
 
@@ -169,7 +169,7 @@ def head_groups(model: GenerativeModel) -> int:
 
 def _inspect(model: GenerativeModel) -> int:
     """G of a model whose attentions all call "sdpa" in transformers' own way; else 0."""
-    decoder: Any = model.get_decoder()
+    decoder: Any = decoder_of(model)
     attentions = [module for module in decoder.modules() if hasattr(module, "num_key_value_groups")]
     groups = {int(module.num_key_value_groups) for module in attentions}
     files = {sys.modules[type(module).__module__] for module in attentions}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..models import GenerativeModel
+from ..models import GenerativeModel, decoder_of
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
@@ -37,5 +37,5 @@ def input_device(model: GenerativeModel) -> torch.device:
 
 def last_device(model: GenerativeModel) -> torch.device:
     """The device of a model's last layer. Under a `device_map` the states for a head arrive there last."""
-    layers = getattr(model.get_decoder(), "layers", None)
+    layers = getattr(decoder_of(model), "layers", None)
     return weight_device(layers[-1] if layers else None, model)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.utils import output_capturing
 
-from ..models import GenerativeModel
+from ..models import GenerativeModel, decoder_of
 
 
 # Packages whose hooks treat each row alone, or must run for a correct forward.
@@ -128,7 +128,7 @@ def keep_saveable(model: GenerativeModel) -> None:
 
     No hook is removed, because another thread may be recording.
     """
-    for part in (model, model.base_model, model.get_decoder()):
+    for part in (model, model.base_model, decoder_of(model)):
         if part is None or part in _seen or not getattr(part, _INSTALLED, False):
             continue
         _seen.add(part)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ..cache import is_indexable
 from ..compatibility import too_old
 from ..errors import CacheStateError
-from ..models import GenerativeModel
+from ..models import GenerativeModel, decoder_of
 from .masks import layer_types_of
 from .positions import takes_position_ids
 
@@ -71,4 +71,4 @@ def counts_along_cache(model: GenerativeModel) -> str:
 
 def has_native_layers(model: GenerativeModel) -> bool:
     """Whether a kernel computes the layers of `model`, which nothing has changed. It rounds otherwise than modules."""
-    return bool(getattr(vars(model.get_decoder()).get("forward"), "is_native", False))
+    return bool(getattr(vars(decoder_of(model)).get("forward"), "is_native", False))

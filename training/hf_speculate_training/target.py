@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.models import unwrap
+from hf_speculate.models import decoder_of, unwrap
 from hf_speculate.scoring import sample_bytes
 from hf_speculate_gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 from hf_speculate_tools.commands import target_path
@@ -208,7 +208,7 @@ def in_turn() -> Iterator[None]:
 def shard_layers(target: nn.Module, mesh: Any) -> None:
     """Keeps this process' part of every layer, on the device of `mesh`; the rest of the target goes there whole."""
     model = unwrap(target)
-    decoder: Any = model.get_decoder()
+    decoder: Any = decoder_of(model)
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
     whole = {parameter for parameter in decoder.parameters() if not isinstance(parameter, DTensor)}

@@ -98,5 +98,6 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         return f"BlockDrafter({self.spec.method}, {self.spec.dialect}, block of {self.spec.block_size}, {self.options})"
 
     def start(self, request: DraftRequest) -> BlockSession:
-        self.head.quicken()
-        return BlockSession(self._loaded, self.options, self.conversations, request)
+        loaded = self.follow(request.target)
+        loaded.head.quicken()
+        return BlockSession(loaded, self.options, self.conversations, request)

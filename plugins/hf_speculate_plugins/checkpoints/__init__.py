@@ -10,6 +10,7 @@ from .accounting import num_indexed as num_indexed
 from .config import GGUF_ARCHITECTURE as GGUF_ARCHITECTURE
 from .config import GGUF_FILE as GGUF_FILE
 from .config import GGUF_ROPE as GGUF_ROPE
+from .config import NEUTRAL as NEUTRAL
 from .config import ConfigValues as ConfigValues
 from .config import mask_token_of as mask_token_of
 from .decoder_config import HeadFacts as HeadFacts

@@ -197,17 +197,26 @@ class EagleDrafter(HeadDrafter[EagleHead]):
         super().__init__(loaded, target, options)
         self.entry_layers = self.spec.entry_layers(self._num_target_layers)
         self.feature_layers = tuple(dict.fromkeys(self.entry_layers))
+        self._made: tuple[EagleHead, NativeForward | None] | None = None
 
     def __repr__(self) -> str:
         return f"EagleDrafter({self.spec.kind}, {self.spec.dialect}, {self.options})"
 
-    @cached_property
+    @property
     def _native(self) -> NativeForward | None:
-        """The kernel's form of the head. Making it may take a compiler, so it waits for the first request."""
+        return self._native_of(self.head)
+
+    def _native_of(self, head: EagleHead) -> NativeForward | None:
+        """The kernel's form of a head. Making it may take a compiler, so it waits for the first request."""
         from .native import NativeForward  # and the package for packed targets
 
-        return NativeForward.of(self.head)
+        made = self._made
+        if made is None or made[0] is not head:
+            made = self._made = head, NativeForward.of(head)
+        return made[1]
 
     def start(self, request: DraftRequest) -> EagleSession:
-        self.head.quicken()
-        return EagleSession(self._loaded, self.entry_layers, self.options, self.conversations, request, self._native)
+        loaded = self.follow(request.target)
+        loaded.head.quicken()
+        native = self._native_of(loaded.head)
+        return EagleSession(loaded, self.entry_layers, self.options, self.conversations, request, native)

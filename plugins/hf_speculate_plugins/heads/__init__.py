@@ -13,6 +13,9 @@ from .drafter import LoadedDrafter as LoadedDrafter
 from .files import HeadFiles as HeadFiles
 from .files import Limit as Limit
 from .files import Written as Written
+from .following import check_follows as check_follows
+from .following import is_placed as is_placed
+from .following import placed_copy as placed_copy
 from .head import MLP as MLP
 from .head import Attend as Attend
 from .head import Attention as Attention

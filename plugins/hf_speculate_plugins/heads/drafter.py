@@ -19,6 +19,7 @@ from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shap
 from ..origin import check_origin
 from .compiled import problem_with_head
 from .files import HeadFiles
+from .following import check_follows, following
 from .head import Head, LoadedHead
 from .reading import Reading
 
@@ -59,6 +60,13 @@ class LoadedDrafter(Drafter, Generic[Head]):
 
     def record_in(self, folder: str, target: GenerativeModel) -> HeadRecord:
         return check_origin(folder, target)
+
+    def follow(self, target: GenerativeModel) -> LoadedHead[Head]:
+        """The head in the dtype and on the device that `target` has now. Later requests take it too."""
+        loaded = following(self._loaded, target)
+        if loaded is not self._loaded:
+            self._loaded, self.conversations = loaded, Conversations()  # what was read was read by another head
+        return loaded
 
 
 class HeadDrafter(LoadedDrafter[Head]):
@@ -149,6 +157,7 @@ class HeadDrafter(LoadedDrafter[Head]):
                 f"this {self.spec.kind} head was loaded for a target of {num_rows} tokens; this one has {num_tokens}. "
                 "Load it again with target= this model."
             )
+        check_follows(self._loaded, target)
 
 
 class HeadSession(DraftSession, Generic[Head]):

@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hf_speculate.drafting import finite
 from hf_speculate.errors import CheckpointError
 from hf_speculate.scoring import TreePlace, output_rows, tree_attention, tree_backends, unhooked
 from hf_speculate.transfers import to_device
@@ -182,8 +183,10 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     @property
     def dtype(self) -> torch.dtype:
-        first: Any = self.layers[0]  # its matrices may be packed, its norms never are
-        return first.post_attention_layernorm.weight.dtype
+        weight = self.fc.weight
+        if weight.is_floating_point():
+            return weight.dtype
+        return next(each.dtype for each in self.parameters() if each.is_floating_point())  # norms are never packed
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -212,7 +215,8 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     def draft_logits(self, states: Float[Tensor, "*N Hd"]) -> Float[Tensor, "*N Vd"]:
         """Logits of the draft vocabulary. An output matrix of a target with added tokens has more columns."""
-        return call_on_weight_device(self.draft_output, states).to(states.device)[..., : self.spec.draft_vocab_size]
+        logits = call_on_weight_device(self.draft_output, states).to(states.device)
+        return finite(logits[..., : self.spec.draft_vocab_size])  # an infinite one would make a share of NaN
 
     @property
     def is_quick(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from hf_speculate.stats import HeadRecord
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes
+from ..heads import is_placed, placed_copy
 from ..origin import check_head_vocabulary, check_origin
 from .head import MedusaHeads, QuickOutputs
 from .loading import PREFIXES, check_backbone, layout_of, read_heads
@@ -106,6 +106,8 @@ class MedusaDrafter(Drafter):
         self._num_target_layers = config.num_hidden_layers
         self._target_vocab_size = config.vocab_size
         self._target_name = getattr(target.config, "_name_or_path", None) or None
+        self._given_tree = tree
+        self._made: tuple[MedusaHeads, QuickOutputs] | None = None
         self.tree = (tree or self._best_tree()).cut(heads.num_heads)
 
     def __repr__(self) -> str:
@@ -182,14 +184,25 @@ class MedusaDrafter(Drafter):
                 f"{num_layers}. Load them again with target= this model."
             )
 
-    @cached_property
-    def _quick(self) -> QuickOutputs:
+    def _quick_of(self, heads: MedusaHeads) -> QuickOutputs:
         """The outputs in 8 bits. Making them may take a compiler, so they wait for the first request."""
-        return QuickOutputs(self.heads)
+        made = self._made
+        if made is None or made[0] is not heads:
+            made = self._made = heads, QuickOutputs(heads)
+        return made[1]
+
+    def follow(self, target: GenerativeModel) -> MedusaHeads:
+        """The heads in the dtype and on the device that `target` has now. Later requests take them too."""
+        heads, device = self.heads, weight_device(target.get_output_embeddings(), target)
+        if not is_placed(heads, target.dtype, device):
+            heads = self.heads = placed_copy(heads, target.dtype, device)
+            self.tree = (self._given_tree or self._best_tree()).cut(heads.num_heads)
+        return heads
 
     def start(self, request: DraftRequest) -> MedusaSession:
-        steps = steps_of(self.heads, self._quick, request)
-        return MedusaSession(self.heads.num_heads, self.tree, self.feature_layers[0], steps)
+        heads = self.follow(request.target)
+        steps = steps_of(heads, self._quick_of(heads), request)
+        return MedusaSession(heads.num_heads, self.tree, self.feature_layers[0], steps)
 
     def _best_tree(self) -> StaticTree:
         default = _MAX_NODES_CPU if self.heads.device.type == "cpu" else _MAX_NODES_ACCELERATOR

@@ -15,7 +15,7 @@ from hf_speculate.stats import Advice
 
 from ..checkpoints import ConfigValues, checkpoint_files, read_config, stated_name, tensor_shapes
 from ..eagle import EagleOptions, EagleSession
-from ..heads import LoadedDrafter, LoadedHead
+from ..heads import LoadedDrafter, LoadedHead, check_follows
 from .head import MtpHead, load_head
 from .layouts import layout_of
 from .saving import write_head
@@ -127,7 +127,9 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
                 f"these draft layers belong to a model with hidden size, vocabulary and layers {wanted}; this "
                 f"{type(target).__name__} has {found}."
             )
+        check_follows(self._loaded, target)
 
     def start(self, request: DraftRequest) -> EagleSession:
-        self.head.quicken()
-        return EagleSession(self._loaded, self.feature_layers, self.options, self.conversations, request)
+        loaded = self.follow(request.target)
+        loaded.head.quicken()
+        return EagleSession(loaded, self.feature_layers, self.options, self.conversations, request)

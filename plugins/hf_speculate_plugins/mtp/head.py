@@ -12,9 +12,9 @@ Deeper tokens take y in place of h. The layer is of the target's own class, with
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hf_speculate.drafting import finite
-from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.errors import CheckpointError, TargetMismatchError, first_line
+from hf_speculate.models import GenerativeModel, decoder_of, unwrap
 from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_windows, output_layer
 
 from ..checkpoints import Checkpoint, HeadSpec, KeyAccount, vocabulary_output
 from ..heads import Attend, FeedingHead, LoadedHead, keep_packed
 from .layouts import LAYOUTS, Layout
 from .source import Source
+from .trial import POSSIBLE, check_layer
 
 
 _ATTENTION = "hf_speculate_mtp"  # name of `_attend_by` in transformers' table
@@ -43,11 +44,13 @@ def _attend_by(
     values: Tensor,
     _mask: None,
     *,
-    attend: Attend,
+    attend: Attend | None = None,
     scaling: float | None = None,
     **_others: Any,
 ) -> tuple[Float[Tensor, "B N heads d"], None]:
     """Attention of a draft layer: `attend`, which the forward was called with, has its keys, values and mask."""
+    if attend is None:
+        raise TargetMismatchError("its attention passes on no arguments of the layer")
     size = queries.shape[-1]
     if scaling is not None and scaling != size**-0.5:  # that is what `attend` scales by
         queries = queries * (scaling * size**0.5)
@@ -65,12 +68,14 @@ class MtpSpec(HeadSpec):
         hidden_first, zeroes_first: see `Layout`.
         num_stored: number of draft layers in the files. The first one drafts every token.
         is_latent: keys and values come from a shared latent state (MLA), and have different sizes.
+        layer_type: type of the layer in the target's config; None: its layers have one type.
     """
 
     hidden_first: bool = False
     zeroes_first: bool = False
     num_stored: int = 1
     is_latent: bool = False
+    layer_type: str | None = None
     parallel: bool = False
 
     @property
@@ -92,20 +97,28 @@ class MtpHead(FeedingHead[MtpSpec]):
     Args:
         layer: decoder layer of the target's class, which attends by `_attend_by`.
         rotary: the target's module for rotations.
-        norm: function that makes an RMSNorm of the target's class.
+        norm: the target's final norm; the head's three norms are of its kind.
         embed_tokens, lm_head: see `SharingHead`.
     """
 
     def __init__(
-        self, spec: MtpSpec, layer: nn.Module, rotary: nn.Module, norm: Any, embed_tokens: nn.Module, lm_head: nn.Module
+        self,
+        spec: MtpSpec,
+        layer: nn.Module,
+        rotary: Any,
+        norm: nn.Module,
+        embed_tokens: nn.Module,
+        lm_head: nn.Module,
     ):
         super().__init__(spec, embed_tokens, lm_head)
-        self.enorm, self.hnorm, self.norm = norm(), norm(), norm()
+        self.enorm, self.hnorm, self.norm = (_empty_twin(norm) for _ in range(3))
         self.fc = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
         self.layers = nn.ModuleList([layer])
         self.rotary = rotary
         self.attends_by_kernel = not spec.is_latent
         self.counts_pictures = hasattr(rotary, "mrope_section")
+        has_types = "layer_type" in inspect.signature(rotary.forward).parameters
+        self._rotary_options = {"layer_type": spec.layer_type} if has_types else {}
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
         """The draft states that the target's features stand for: the only feature itself."""
@@ -140,13 +153,21 @@ class MtpHead(FeedingHead[MtpSpec]):
         joined = finite(self.fc(torch.cat(parts[::-1] if self.spec.hidden_first else parts, dim=-1)))
         hidden = self.layers[0](
             joined,
-            position_embeddings=self.rotary(joined, position_ids),
+            position_embeddings=self._rotations(joined, position_ids),
             attention_mask=None,
             position_ids=position_ids,
             use_cache=False,
             attend=attend,
         )
         return finite(hidden if isinstance(hidden, Tensor) else hidden[0])
+
+    def _rotations(self, states: Tensor, position_ids: Int[Tensor, "*kinds B N"]) -> Any:
+        """The rotations at these positions. A module that counts pictures gets positions of every kind: not all
+        versions of transformers take one kind there."""
+        if self.counts_pictures:
+            rotary: Any = self.rotary
+            position_ids = position_ids.expand(len(rotary.mrope_section), -1, -1)
+        return self.rotary(states, position_ids, **self._rotary_options)
 
     def finish(self, hidden: Float[Tensor, "*N Hd"]) -> tuple[Float[Tensor, "*N Hd"], Float[Tensor, "*N Hd"]]:
         """The inputs of `output` for `forward`'s states, and the states that the next draft step takes: the same."""
@@ -164,7 +185,7 @@ def load_head(
         packed: whether matrices that a GGUF file has in blocks may stay so (`keep_packed`): to draft, not to train.
     Raises:
         CheckpointError: tensors are missing, unknown or of other shapes than the target's own layers.
-        TargetMismatchError: the target has another width, or no layer of this kind.
+        TargetMismatchError: the target has another width, no layer of this kind, or one that cannot run alone.
     """
     checkpoint, left_out = source.read()
     _check_width(checkpoint, target)
@@ -183,6 +204,7 @@ def load_head(
     }
     head.load_state_dict(state, assign=True)
     head.rotary.to(device)
+    check_layer(head, type(target).__name__)
     if packed and checkpoint.packed:
         keep_packed(head, checkpoint.packed)
     return LoadedHead(head.eval().requires_grad_(False), None, report)
@@ -205,12 +227,11 @@ def new_head(target: GenerativeModel) -> MtpHead:
     with a little of the embedding, so that training begins near the target's own prediction.
 
     Raises:
-        TargetMismatchError: that layer is quantised, or the target is not built like others.
+        TargetMismatchError: that layer is quantised or cannot run alone, or the target is not built like others.
     """
     model = unwrap(target)
-    decoder: Any = model.get_decoder()
-    attending = [layer for layer in decoder.layers if hasattr(layer, "self_attn")]
-    state = attending[-1].state_dict()
+    decoder = _checked_decoder(model)
+    state = next(each for each in reversed(decoder.layers) if _attends(each)).state_dict()
     if not all(tensor.is_floating_point() and tensor.device.type != "meta" for tensor in state.values()):
         raise TargetMismatchError(
             "a new draft layer begins as a layer of the target, whose weights are quantised here."
@@ -218,23 +239,59 @@ def new_head(target: GenerativeModel) -> MtpHead:
     layer = matching_layer(model, [f"layers.0.{name}" for name in state], type(model).__name__)
     layout = next(each for each in LAYOUTS if each.name == "speculators")
     head = _built(model, layer, layout)
-    size, std = head.spec.hidden_size, model.config.get_text_config(decoder=True).initializer_range
+    size, device = head.spec.hidden_size, last_device(target)
+    std = getattr(model.config.get_text_config(decoder=True), "initializer_range", 0.02)
+    embedding = torch.randn(size, size, dtype=torch.float32, device="cpu") * std
     begun: dict[str, Tensor] = {f"layers.0.{name}": tensor for name, tensor in state.items()}
-    begun["fc.weight"] = torch.cat(
-        [
-            torch.randn(size, size, dtype=torch.float32, device="cpu") * std,
-            torch.eye(size, dtype=torch.float32, device="cpu"),
-        ],
-        dim=1,
-    )
-    norm_class: Any = type(decoder.norm)
-    begun |= {f"{name}.weight": norm_class(size).weight for name in ("enorm", "hnorm")}
-    begun["norm.weight"] = decoder.norm.weight
-    device = last_device(target)
+    begun["fc.weight"] = torch.cat([embedding, torch.eye(size, dtype=torch.float32, device="cpu")], dim=1)
+    fresh = _fresh_values(model, decoder.norm)
+    begun |= {f"{norm}.{name}": value for norm in ("enorm", "hnorm") for name, value in fresh.items()}
+    begun |= {f"norm.{name}": value for name, value in decoder.norm.state_dict().items()}
     copies = {name: tensor.detach().float().to(device, copy=True) for name, tensor in begun.items()}
     head.load_state_dict(copies, assign=True)
     head.rotary.to(device)
+    check_layer(head, type(model).__name__)
     return head
+
+
+def _checked_decoder(target: GenerativeModel) -> Any:
+    """The decoder of a target; raises `TargetMismatchError` where it has not all that a draft layer is made of."""
+    decoder = decoder_of(target)
+    missing = [name for name in ("layers", "norm", "rotary_emb") if getattr(decoder, name, None) is None]
+    if not missing and not any(map(_attends, decoder.layers)):
+        missing = ["layer with self_attn"]
+    if missing:
+        raise TargetMismatchError(
+            f"{type(decoder).__name__} has no {', no '.join(missing)}, of which a draft layer (MTP) is made. {POSSIBLE}"
+        )
+    return decoder
+
+
+def _attends(layer: nn.Module) -> bool:
+    return getattr(layer, "self_attn", None) is not None
+
+
+def _empty_twin(norm: nn.Module) -> nn.Module:
+    """A norm of the same class and settings, with empty parameters and without hooks. Norms have no common arguments
+    that one could be made with."""
+    twin: Any = type(norm).__new__(type(norm))
+    nn.Module.__init__(twin)
+    settings = {name: value for name, value in vars(norm).items() if not name.startswith("_") and name != "forward"}
+    vars(twin).update(settings)
+    for name, value in norm._parameters.items():
+        empty = None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
+        twin.register_parameter(name, None if empty is None else nn.Parameter(empty))
+    return twin
+
+
+@torch.no_grad()
+def _fresh_values(target: GenerativeModel, norm: nn.Module) -> Mapping[str, Tensor]:
+    """The values with which transformers begins a norm of a target."""
+    twin = _empty_twin(norm).to_empty(device="cpu")
+    for name, value in twin.named_parameters():
+        value.fill_(name.endswith("weight"))
+    target._init_weights(twin)
+    return twin.state_dict()
 
 
 def _built(
@@ -246,15 +303,13 @@ def _built(
 ) -> MtpHead:
     """A head on the meta device; arguments as of `matching_layer`'s result and `MtpSpec`."""
     config = target.config.get_text_config(decoder=True)
-    decoder: Any = target.get_decoder()
+    decoder = decoder_of(target)
     num_drafted = min(draft_vocab or config.vocab_size, config.vocab_size)
-    spec = _spec(layout, num_stored, config, layer_windows(config)[layer[0]], num_drafted)
-    norm_class: Any = type(decoder.norm)
-    eps, rotary = getattr(config, "rms_norm_eps", 1e-6), copy.deepcopy(decoder.rotary_emb)
+    spec = _spec(layout, num_stored, config, layer[0], num_drafted)
+    rotary = copy.deepcopy(decoder.rotary_emb)
     output = _first_rows(output_layer(target), spec, target.dtype)
     with torch.device("meta"):
-        new_norm = partial(norm_class, config.hidden_size, eps=eps)
-        return MtpHead(spec, layer[1], rotary, new_norm, embedding_layer(target), output)
+        return MtpHead(spec, layer[1], rotary, decoder.norm, embedding_layer(target), output)
 
 
 def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
@@ -277,15 +332,12 @@ def _first_rows(output: Any, spec: MtpSpec, dtype: torch.dtype) -> nn.Module:
 def matching_layer(target: GenerativeModel, names: Iterable[str], where: str) -> tuple[int, nn.Module]:
     """The number of a decoder layer of `target` whose parameters have the names of a draft layer (`layers.0.*`), and a
     new layer of its kind on the meta device. The last layers are tried first: draft layers resemble them."""
-    decoder: Any = target.get_decoder()
-    if not all(hasattr(decoder, name) for name in ("layers", "norm", "rotary_emb")):
-        raise TargetMismatchError(f"{type(decoder).__name__} has no layers, norm and rotary_emb to build MTP from.")
+    decoder = _checked_decoder(target)
     config = copy.deepcopy(target.config.get_text_config(decoder=True))
     config._attn_implementation = _ATTENTION
     wanted = {name for name in names if name.startswith("layers.0.")}
     for index in reversed(range(len(decoder.layers))):
-        with torch.device("meta"):
-            layer = type(decoder.layers[index])(config, index)
+        layer = _empty_layer(decoder.layers[index], config, index)
         if {f"layers.0.{name}" for name in layer.state_dict()} == wanted:
             return index, layer
     shown = ", ".join(sorted(name.removeprefix("layers.0.") for name in wanted)[:6])
@@ -295,7 +347,22 @@ def matching_layer(target: GenerativeModel, names: Iterable[str], where: str) ->
     )
 
 
-def _spec(layout: Layout, num_stored: int, config: Any, window: int | None, num_drafted: int) -> MtpSpec:
+def _empty_layer(like: nn.Module, config: Any, index: int) -> nn.Module:
+    """A decoder layer of a class on the meta device; raises `TargetMismatchError` if the class makes none with this
+    config, whose attention is ours."""
+    layer_class: Any = type(like)
+    try:
+        with torch.device("meta"):
+            return layer_class(config, index)
+    except Exception as error:  # a class of transformers may raise anything
+        raise TargetMismatchError(
+            f"a {layer_class.__name__} cannot be made as a draft layer (MTP): {type(error).__name__}: "
+            f"{first_line(error)}. {POSSIBLE}"
+        ) from error
+
+
+def _spec(layout: Layout, num_stored: int, config: Any, index: int, num_drafted: int) -> MtpSpec:
+    types = getattr(config, "layer_types", None)
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return MtpSpec(
@@ -311,11 +378,12 @@ def _spec(layout: Layout, num_stored: int, config: Any, window: int | None, num_
         head_dim=head_dim,
         feature_layers=(config.num_hidden_layers,),
         mask_token_id=None,
-        windows=(window,),
+        windows=(layer_windows(config)[index],),
         qk_norm=False,
         rope=dict(getattr(config, "rope_parameters", None) or {"rope_type": "default"}),
         hidden_first=layout.hidden_first,
         zeroes_first=layout.zeroes_first,
         num_stored=num_stored,
         is_latent=getattr(config, "kv_lora_rank", None) is not None,
+        layer_type=types[index] if types else None,
     )

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hf_speculate.models import GenerativeModel
+from hf_speculate.models import GenerativeModel, decoder_of
 
 
 Values = Float[Tensor, "*n"]
@@ -34,9 +34,7 @@ def sample_weights(model: GenerativeModel) -> dict[str, str]:
 
     A sample is text: the dtype, the shape of the values, and each value as eight hexadecimal digits.
     """
-    return {
-        f"{name}.weight": _text(module.weight) for name, module in _chosen(model.get_decoder()) if _is_dense(module)
-    }
+    return {f"{name}.weight": _text(module.weight) for name, module in _chosen(decoder_of(model)) if _is_dense(module)}
 
 
 def compare_weights(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, bool]:

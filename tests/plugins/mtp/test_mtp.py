@@ -19,7 +19,15 @@ from hf_speculate_plugins.mtp.source import SHARD
 
 from ...support.inputs import padded_batch
 from ...support.models import build_tiny_model
-from ...support.mtp import DEPTH, FAMILIES, build, draft_tensors, load_target, write_target
+from ...support.mtp import (
+    DEPTH,
+    FAMILIES,
+    build,
+    draft_tensors,
+    load_target,
+    skip_where_not_drafted,
+    write_target,
+)
 from ...support.replays import stand_in
 from ...support.requests import assert_same, run
 from ...support.tiers import quick, quick_quarter
@@ -49,6 +57,7 @@ def test_every_layout_is_found_and_accounted_for(target_of, folder_of, family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("do_sample", quick([False, True]))
 def test_texts_of_padded_batches_are_those_of_plain_generate(target_of, prompt, family, do_sample):
+    skip_where_not_drafted(family)
     target, inputs = target_of(family), padded_batch(prompt, (11, 4, 9))
     request = {**inputs, "max_new_tokens": 14, "do_sample": do_sample, **({"top_k": 20} if do_sample else {})}
     speculator = AutoSpeculator.from_name("mtp", target, adaptive=False)
@@ -58,6 +67,7 @@ def test_texts_of_padded_batches_are_those_of_plain_generate(target_of, prompt, 
 
 @pytest.mark.parametrize("family", quick(["glm4_moe", "qwen3_5_text"]))
 def test_the_drafter_keeps_the_contract(target_of, prompt, family):
+    skip_where_not_drafted(family)
     target = target_of(family)
     drafter = AutoSpeculator.from_name("mtp", target).drafter
     check_drafter(drafter, target, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=6)

@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 
 from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.scoring import output_layer, output_rows
-from hf_speculate_plugins.checkpoints import LoadReport
+from hf_speculate_plugins.checkpoints import NEUTRAL, LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
 
 from ..data import Batch
@@ -112,23 +113,53 @@ def initialise(head: nn.Module, std: float) -> None:
 
 
 def layer_sizes(config: Any, num_layers: int, intermediate_size: int | None = None) -> dict[str, Any]:
-    """Fields of a `HeadSpec` for layers like those of the target's text model, with full attention."""
+    """Fields of a `HeadSpec` for layers as wide as those of the target's text model, with full attention.
+
+    The layers are Llama's. What the config of another class does not have, or what Llama's layers do not compute, takes
+    `HeadSpec`'s default.
+    """
     heads = config.num_attention_heads
+    width = intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    rope, activation = _llama_rope(config), getattr(config, "hidden_act", None)
+    others = {name: getattr(config, name, None) for name in ("rms_norm_eps", "max_position_embeddings")}
+    chosen = {"hidden_act": activation if _is_plain(activation) else None, "rope": rope, **others}
     return {
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_layers": num_layers,
-        "intermediate_size": intermediate_size or config.intermediate_size,
+        "intermediate_size": width,
         "num_heads": heads,
-        "num_kv_heads": config.num_key_value_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope": dict(config.rope_parameters),
-        "max_position_embeddings": config.max_position_embeddings,
         "windows": (None,) * num_layers,
+        **{name: value for name, value in chosen.items() if value is not None},
     }
+
+
+def _llama_rope(config: Any) -> dict[str, Any] | None:
+    """The RoPE of a target, that of full attention if there are several; None where it has none that Llama has.
+
+    Of RoPE with a switch that heads do not follow, such as a share of the values to turn, only the base stays.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if not isinstance(rope.get("rope_theta"), int | float):
+        return None
+    if "mrope_section" in rope or any(rope.get(switch, neutral) != neutral for switch, neutral in NEUTRAL.items()):
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return dict(rope)
+
+
+def _is_plain(activation: Any) -> bool:
+    """Whether a config names an activation without parameters of its own, which no layout of heads has."""
+    return activation in ACT2FN and not any(True for _ in ACT2FN[activation].parameters())
+
+
+def initial_std(config: Any) -> float:
+    """Standard deviation of the target's weights as its training began."""
+    stated = (getattr(config, name, None) for name in ("initializer_range", "init_std"))
+    return next((std for std in stated if std), 0.02)
 
 
 def target_rows(target: GenerativeModel, ids: Int[Tensor, " N"] | None = None) -> Float[Tensor, "N Ht"]:

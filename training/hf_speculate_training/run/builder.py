@@ -20,6 +20,7 @@ from transformers import TrainingArguments, set_seed
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.models import unwrap
+from hf_speculate.request import check_drafting
 from hf_speculate_tools.commands import read_prompts, tokenize
 
 from ..data import Collator, DataOptions, PreparedData, RowDataset, Source, prepare_data
@@ -29,6 +30,7 @@ from ..target import (
     TargetSection,
     check_sharding,
     in_turn,
+    is_sharded,
     load_config,
     load_target,
     load_tokenizer,
@@ -101,7 +103,8 @@ def build(
     or rows. Without `held_out` a share of the training data is held out, if the options ask for it.
 
     Raises:
-        SpeculateError: there is no such target or method, the data cannot be used; see also `check_launch`.
+        SpeculateError: there is no such target or method, the target takes no drafts, the data cannot be used; see also
+            `check_launch`.
     """
     check_launch(args)
     set_seed(args.seed)  # fresh heads are drawn at random
@@ -110,6 +113,8 @@ def build(
         target, tokenizer, use = _loaded(target, tokenizer, args.device)
     elif tokenizer is None and (_is_source(train) or _is_source(held_out)):
         tokenizer = load_tokenizer(TargetSection(path=name_of(target)))
+    if not is_sharded(target):
+        check_drafting(unwrap(target))
     with args.main_process_first(desc="data"):  # the others find them converted and tokenised
         train, held_out = _data(train, held_out, options, tokenizer, target)
     if isinstance(evaluation, EvaluationSection):

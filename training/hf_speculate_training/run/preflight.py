@@ -27,7 +27,7 @@ from hf_speculate_tools.hub import check_upload
 from ..data import NO_DOCUMENT, Batch, RowDataset
 from ..methods import TrainingMethod
 from ..sections import RecipeError
-from ..states import feature_bytes
+from ..states import TargetReader, feature_bytes
 from .builder import TrainingRun
 from .recipe import Recipe
 from .trainer import HeadTrainer, trainer_of
@@ -64,6 +64,7 @@ def check_run(run: TrainingRun) -> None:
         )
     if not any(parameter.requires_grad for parameter in method.parameters()):
         raise RecipeError(f"the method {method.name} has no parameter to train: look at method.head.")
+    TargetReader(run.target, method.feature_layers)
     try:
         method.drafter(target).check_layout(recipe.output.layout)
     except SpeculateError as error:

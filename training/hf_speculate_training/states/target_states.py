@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from hf_speculate.drafting import FeatureTaps
+from hf_speculate.drafting import FeatureTaps, check_taps
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import output_layer, tree_backends
+from hf_speculate.models import GenerativeModel, decoder_of, unwrap
+from hf_speculate.scoring import output_layer, takes_position_ids, tree_backends
 
 from ..data import Batch
 
@@ -98,7 +98,7 @@ class TargetReader:
         device = self.target.device
         taps = FeatureTaps(self.target, self.feature_layers)
         try:
-            decoder: Any = self.target.get_decoder()
+            decoder: Any = decoder_of(self.target)
             with taps.listening(), tree_backends(device):
                 output = decoder(
                     input_ids=input_ids.to(device),
@@ -125,6 +125,7 @@ class TargetReader:
                 f"hidden state {unknown[0]} was asked for, but {type(self.target).__name__} has {num_layers} layers: "
                 f"possible are 0 (embeddings) to {num_layers} (after the final norm), and -1 (before it)."
             )
+        check_taps(self.target, self.feature_layers, "the head")
 
     def _check_output_matrix(self) -> None:
         ids, positions = self._probe(6)
@@ -147,10 +148,11 @@ class TargetReader:
         )
         if self._equal(self._run(packed_ids, packed_positions).last_hidden, expected):
             return
-        self.mask = "explicit"
-        packed = self._run(packed_ids, packed_positions, self._explicit_mask(documents)).last_hidden
-        if self._equal(packed, expected):
-            return
+        if takes_position_ids(self.target):  # others take no mask of their callers' either
+            self.mask = "explicit"
+            packed = self._run(packed_ids, packed_positions, self._explicit_mask(documents)).last_hidden
+            if self._equal(packed, expected):
+                return
         self.mask = "rows"
         if not self._equal(self._run_apart(packed_ids, documents).last_hidden, expected):
             raise TargetMismatchError(

@@ -16,7 +16,7 @@ from hf_speculate.speculator import local_folder
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..heads import copy_rows, initialise, layer_sizes, refuse_added_tokens, target_rows, trainable
+from ..heads import copy_rows, initial_std, initialise, layer_sizes, refuse_added_tokens, target_rows, trainable
 
 
 _NUM_FEATURES = 3
@@ -117,7 +117,7 @@ def new_block(target: GenerativeModel, shape: DFlashShape, target_ids: Int[Tenso
     shared = output_layer(target) if target_ids is None else None
     with torch.device("cpu"):
         head = BlockHead(spec, embedding_layer(target), shared)
-    initialise(head, config.initializer_range)
+    initialise(head, initial_std(config))
     if spec.markov is not None:
         _begin_markov(head, target)
     if target_ids is not None:

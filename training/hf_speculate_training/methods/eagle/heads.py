@@ -17,7 +17,7 @@ from hf_speculate_plugins.checkpoints import vocabulary_output
 from hf_speculate_plugins.eagle import EagleHead, EagleSpec, check_fits, load_head
 
 from ...sections import RecipeError
-from ..heads import copy_rows, initialise, layer_sizes, refuse_added_tokens, target_rows, trainable
+from ..heads import copy_rows, initial_std, initialise, layer_sizes, refuse_added_tokens, target_rows, trainable
 
 
 _MIN_LAYERS_OF_DEFAULT = 6  # below, hidden states 2, L // 2 and L - 3 are not three different ones in order
@@ -92,7 +92,7 @@ def new_eagle3(
         output = vocabulary_output(output, config.hidden_size, target_ids, target.dtype)
     with torch.device("cpu"):
         head = EagleHead(spec, None if shape.own_embeddings else embeddings, output)
-    initialise(head, config.initializer_range)
+    initialise(head, initial_std(config))
     if shape.own_embeddings:
         copy_rows(head.embed_tokens.weight, embedding_rows(embeddings, config.vocab_size))
     if shape.own_output:
@@ -112,7 +112,7 @@ def new_eagle1(target: GenerativeModel, shape: EagleShape | None = None, **switc
     check_fits(spec, target)
     with torch.device("cpu"):
         head = EagleHead(spec, embedding_layer(target), output_layer(target))
-    initialise(head, config.initializer_range)
+    initialise(head, initial_std(config))
     return head.to(last_device(target))
 
 
