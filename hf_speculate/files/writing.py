@@ -1,6 +1,6 @@
 """Files that others read, written whole or not at all.
 
-New files are written to a scratch folder beside the old ones, which they replace when all of them are on the disk.
+New files are written to a scratch folder next to the old ones, which they replace when all of them are on the disk.
 """
 
 from __future__ import annotations

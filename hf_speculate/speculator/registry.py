@@ -95,7 +95,7 @@ def _kind_of_head(name: str) -> str:
 
 
 def check_local(path: str, cache_dir: str | None = None) -> None:
-    """Raises `DrafterNotFoundError` for a head's name that is meant as a path and is no folder (`path_problem`)."""
+    """Raises `DrafterNotFoundError` for a head's name that is meant as a path, but is not a folder (`path_problem`)."""
     if problem := path_problem(path, cache_dir):
         raise DrafterNotFoundError(f"{path!r} {problem} A head is a folder, a GGUF file or a Hub id 'owner/name'.")
 

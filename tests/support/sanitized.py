@@ -4,10 +4,17 @@ A read or write beyond a buffer, or undefined behaviour, ends the process with a
 be loaded before Python: `LD_PRELOAD`.
 """
 
-from hf_speculate_gguf.native import binding
+from __future__ import annotations
 
 
-binding._FLAGS = (
+FLAGS = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-w", "-fno-omit-frame-pointer"),
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
 )
+
+
+def pytest_configure():
+    """After jaxtyping's plug-in, which wants to see the packages imported."""
+    from hf_speculate_gguf.native import binding
+
+    binding._FLAGS = FLAGS

@@ -41,7 +41,7 @@ def address_of_table(tensor: Tensor, dtype: torch.dtype, least_rows: int, width:
 
 
 def place_of(tensor: Tensor) -> int:
-    """Where a tensor lies now, to find out later whether it was moved. It must not reach the kernel."""
+    """The present address of a tensor, to find out later whether it was moved. It must not reach the kernel."""
     return tensor.data_ptr()
 
 

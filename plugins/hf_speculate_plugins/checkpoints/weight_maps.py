@@ -39,7 +39,7 @@ def read_weight_map(
     if files:
         return files
     where = os.path.abspath(place) if os.path.isdir(place) else place
-    raise CheckpointError(f"neither {name} nor its index is there, in {where}.")
+    raise CheckpointError(f"neither {name} nor its index is there in {where}.")
 
 
 def variant_name(name: str, variant: str | None) -> str:

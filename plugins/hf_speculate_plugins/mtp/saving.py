@@ -94,6 +94,7 @@ def keep(source: Source, folder: str | os.PathLike) -> list[str]:
         CheckpointError: the folder has no model in safetensors, or one of another depth; or the source is a GGUF file.
             Nothing was written.
     """
+    _check_copyable(source)
     path = Path(user_path(folder))
     depth = text_config(read_config(str(path))).get("num_hidden_layers")
     if depth != source.num_target_layers:
@@ -245,6 +246,14 @@ def indexed(
     return {shard: write, variant_name(INDEX, variant): json_writer(index)}
 
 
+def _check_copyable(source: Source) -> None:
+    """Raises `CheckpointError` for the draft layers of a GGUF file."""
+    if source.gguf is not None:
+        raise CheckpointError(
+            f"the draft layers in {source.name} are quantised as llama.cpp does: keep those of the original checkpoint."
+        )
+
+
 def _copied(source: Source) -> dict[str, Tensor]:
     """All tensors of the draft layers as they are, copies of the target's own included, whatever their type.
 
@@ -253,10 +262,7 @@ def _copied(source: Source) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the source is a GGUF file, or cannot be read.
     """
-    if source.gguf is not None:
-        raise CheckpointError(
-            f"the draft layers in {source.name} are quantised as llama.cpp does: keep those of the original checkpoint."
-        )
+    _check_copyable(source)
     found = {}
     for path, names in source.paths().items():
         try:

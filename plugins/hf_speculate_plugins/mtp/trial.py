@@ -25,7 +25,7 @@ _PROMPT, _DRAFTED = 3, 2  # entries of the two forwards
 
 @torch.no_grad()
 def check_layer(head: FeedingHead[Any], name: str) -> None:
-    """Runs a draft layer over a prompt, and over a draft behind it.
+    """Runs a draft layer over a prompt, and over a draft after it.
 
     Args:
         name: name of the target's class, for the message.

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from hf_speculate_plugins.checkpoints import LoadReport, TargetFiles, TargetNeededError
 
 
-logger = get_logger(__name__)
-
-
 def convert_checkpoint(
     source: str | os.PathLike,
     destination: str | os.PathLike,
@@ -111,7 +108,7 @@ def _named_target(folder: str, drafter: type[Drafter], error: TargetNeededError)
     place = (known.find() if known else None) or user_path(name)
     if not os.path.exists(place):
         raise TargetNeededError(f"{error} The head names {name!r}, which is not on this machine.") from error
-    logger.info(f"{folder}: the target is {place}, which the head names")
+    get_logger(__name__).info(f"{folder}: the target is {place}, which the head names")
     return _files_of(place)
 
 

@@ -1,0 +1,115 @@
+"""First calls: what a call gains in a fresh process, on a quiet machine and while other processes take its cores.
+
+Each process loads a target, makes `CALLS` calls with other prompts, and prints their seconds. Processes of plain and
+speculative text alternate. A gain is the ratio of both, call by call, each the median over processes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_speculate.errors import SpeculateError
+from hf_speculate_gguf.named import NAMED_TARGETS
+from hf_speculate_tools.commands import say, say_json
+
+
+CALLS = 3
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HEADS = {"pycoder": "pycoder-eagle3+suffix", **{name: target.head for name, target in NAMED_TARGETS.items()}}
+PROMPTS = {
+    "pycoder": ["import argparse\n\n\ndef main():\n", "class Stack:\n    def push(", "def read_config(path):\n    "],
+    "": ["Why does bread rise when it is baked?", "Name five trees.", "Write a Python function that adds two numbers."],
+}
+
+
+def worker(target: str, is_speculative: bool, num_tokens: int, shift: int) -> None:
+    """One process: prints the seconds of its calls, with the prompts turned by `shift`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import hf_speculate
+    from hf_speculate_tools.bench import fixed_length
+
+    if target == "pycoder":
+        model = AutoModelForCausalLM.from_pretrained(EXAMPLES / target, dtype=torch.float32).eval()
+        tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / target)
+    else:
+        path = NAMED_TARGETS[target].find()
+        if path is None:
+            raise SpeculateError(f"{target} is not on this machine: {NAMED_TARGETS[target].install}.")
+        model, tokenizer = hf_speculate.load_gguf(path)
+    prompts = PROMPTS.get(target, PROMPTS[""])
+    speculator = None
+    if is_speculative:
+        speculator = hf_speculate.AutoSpeculator.from_pretrained(EXAMPLES / HEADS[target], target=model)
+    seconds = []
+    for call in range(CALLS):
+        ids = tokenizer(prompts[(call + shift) % len(prompts)], return_tensors="pt")["input_ids"]
+        began = time.perf_counter()
+        options = fixed_length(num_tokens) | {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+        model.generate(ids, speculator=speculator, **options)
+        seconds.append(time.perf_counter() - began)
+    say_json(seconds)
+
+
+@contextmanager
+def cores_taken(count: int) -> Iterator[None]:
+    """Other processes that compute all the time."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def measure(target: str, num_tokens: int, repeats: int) -> list[float]:
+    """The gain of each call."""
+    seconds: dict[bool, list[list[float]]] = {False: [], True: []}
+    for number in range(repeats):
+        for is_speculative, found in seconds.items():
+            arguments = [target, str(int(is_speculative)), str(num_tokens), str(number)]
+            command = [sys.executable, "-m", __spec__.name, "worker", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SpeculateError(f"{target}: a process failed: {done.stderr.strip()[-400:]}")
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    plain, ours = ([statistics.median(calls) for calls in zip(*found, strict=True)] for found in seconds.values())
+    return [before / after for before, after in zip(plain, ours, strict=True)]
+
+
+def main(
+    targets: Annotated[
+        list[str] | None, typer.Option("--target", help="Target to measure; repeat for several.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of a call.")] = 48,
+    repeats: Annotated[int, typer.Option(help="Processes of each kind.")] = 3,
+    taken: Annotated[list[int] | None, typer.Option(help="Cores that others take; repeat for several.")] = None,
+) -> None:
+    """Measure what the first calls of a fresh process gain."""
+    rows = []
+    for target in targets or ["pycoder", *(name for name, known in NAMED_TARGETS.items() if known.find())]:
+        for count in taken or [0, 1, 2]:
+            with cores_taken(count):
+                gains = measure(target, max_new_tokens, repeats)
+            rows.append({"target": target, "cores_taken": count, "gains": [round(gain, 2) for gain in gains]})
+            say(f"{target}, {count} cores taken: " + ", ".join(f"{gain:.2f}x" for gain in gains), err=True)
+    say_json({"new_tokens": max_new_tokens, "processes": repeats, "rows": rows})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(sys.argv[2], sys.argv[3] == "1", int(sys.argv[4]), int(sys.argv[5]))
+    else:
+        typer.run(main)
