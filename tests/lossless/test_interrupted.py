@@ -90,15 +90,13 @@ def text_and_state(targets: Targets, name: str, sample: bool) -> tuple[torch.Ten
 @pytest.mark.parametrize("case", quick(CASES, CASES[0], CASES[9]), ids=lambda case: case[0])
 def test_exceptions_of_the_request_leave_everything_as_it_was(targets, case, kind):
     name, drafter = case
-    if kind == "streamer" and name == "pycoder":
-        pytest.skip("streamers take batches of one row")
     known = {sample: text_and_state(targets, name, sample) for sample in (False, True)}
     speculator = targets.speculator(name, drafter)
     targets.text(name, False, speculator)  # a head's hooks on the target stay
     before = facts_of(targets.load(name))
     for at in (0, 1, 2, 5, 11):
         with pytest.raises(Boom):
-            targets.text(name, at % 2 == 0, speculator, **BREAKING[kind](at))
+            targets.text(name, at % 2 == 0, speculator, is_alone=kind == "streamer", **BREAKING[kind](at))
         assert_untouched(targets, case, speculator, before, known)
 
 

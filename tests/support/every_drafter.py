@@ -68,17 +68,19 @@ class Targets:
             return AutoSpeculator.from_name("draft_model", target=model, model=str(EXAMPLES / "pycoder-draft"))
         return AutoSpeculator.from_name("mtp", target=model) if drafter == "mtp" else drafter
 
-    def inputs(self, name: str) -> dict[str, Any]:
-        """A padded batch of code, or random tokens."""
+    def inputs(self, name: str, is_alone: bool = False) -> dict[str, Any]:
+        """A padded batch of code, or its first row alone; or random tokens."""
         if name == "pycoder":
             tokenizer = AutoTokenizer.from_pretrained(PYCODER)
-            texts = ["import argparse\n\n\ndef main():\n", "x = 1\n"]
+            texts = ["import argparse\n\n\ndef main():\n", "x = 1\n"][: 1 if is_alone else None]
             return dict(tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))
         ids = torch.randint(3, 60, (1, 20), generator=torch.Generator().manual_seed(0), dtype=torch.long, device="cpu")
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def text(self, name: str, sample: bool, speculator: Any = None, **more: Any) -> torch.Tensor:
+    def text(
+        self, name: str, sample: bool, speculator: Any = None, *, is_alone: bool = False, **more: Any
+    ) -> torch.Tensor:
         """The text of a request, always with the same seed."""
         model, options = self.load(name), {"max_new_tokens": 32, "do_sample": sample, "speculator": speculator}
         torch.manual_seed(5)
-        return model.generate(**self.inputs(name), **(options | more))
+        return model.generate(**self.inputs(name, is_alone), **(options | more))
