@@ -133,8 +133,7 @@ stock-tests: $(SETUP)
 
 # The kernel with AddressSanitizer and UBSan: the tests of packed models and of drafts that it computes.
 SANITIZERS = $(shell g++ -print-file-name=libasan.so) $(shell g++ -print-file-name=libubsan.so)
-NATIVE_TESTS := tests/native tests/gguf tests/plugins/eagle tests/plugins/test_native_trees.py \
-	tests/verification tests/lossless/test_property.py
+NATIVE_TESTS := tests/native tests/plugins/test_native_trees.py tests/verification/test_natively.py
 
 sanitize: $(SETUP)
 	CXX=g++ LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
