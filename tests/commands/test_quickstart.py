@@ -22,6 +22,7 @@ def demo(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "demo", module)  # dataclasses look for it
     spec.loader.exec_module(module)
     monkeypatch.setattr("hf_speculate_gguf.named._file_in_package", lambda *_: None)
+    monkeypatch.setattr(module, "others_at_work", lambda: 0.0)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["demo.py", "--tokens", "24", "--repeats", "1", *arguments])
@@ -41,6 +42,11 @@ def test_without_smollm2_it_says_so_and_ends_in_what_to_type_next(demo):
     assert len(left) == len(right), "panels of equal width"
     assert "drafted tokens accepted" in "\n".join(lines)
     assert lines[-1].startswith("next: ")
+
+
+def test_a_busy_machine_is_named(demo, monkeypatch):
+    monkeypatch.setattr(sys.modules["demo"], "others_at_work", lambda: 3.0)
+    assert demo("--seconds", "1").startswith("This machine is busy: 3 other processes want its ")
 
 
 def test_json_has_the_figures_of_every_block_and_nothing_else_is_printed(demo):

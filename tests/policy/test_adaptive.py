@@ -39,7 +39,7 @@ def test_the_speed_is_near_that_of_the_best_fixed_tree(slope, is_asking, has_val
         return 0.7
 
     options = {"is_asking": is_asking, "has_values": has_values}
-    runs = [Simulation(slope, sureness, seed=seed, **options).run(3000) for seed in range(3)]
+    runs = [Simulation(slope, sureness, seed=seed, **options).run(3000) for seed in range(8)]
     rate = sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
     # Where nodes cost a fifth of a forward and nobody asks, exploring costs more than the loss bound forgives soon.
     least = 0.9 if (slope, is_asking, has_values) == (0.2, False, True) else 0.93

@@ -109,7 +109,7 @@ class TestNames:
         data.write_text('{"text": "a"}')
         sets = ("--set", f"data.train={data}", "--set", f"data.eval={data}")
         result = run("--config", "pycoder-eagle3", "--target", "./a: b", *sets, "--data", "d")
-        assert "cannot load target './a: b'" in result.stderr
+        assert "cannot load target: './a: b' is not a folder here" in result.stderr
         result = run("--config", "pycoder-eagle3", "--target", saved_target, "--data", "./d", "--set", "data.train=./c")
         assert "cannot read the data './c'" in result.stderr
 
