@@ -6,6 +6,8 @@ beyond its end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,9 +42,9 @@ def address_of_table(tensor: Tensor, dtype: torch.dtype, least_rows: int, width:
     return address_of(tensor, dtype, (len(tensor), width))
 
 
-def place_of(tensor: Tensor) -> int:
-    """The present address of a tensor, to find out later whether it was moved. It must not reach the kernel."""
-    return tensor.data_ptr()
+def places_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The present addresses of tensors, to find out later whether they were moved. They must not reach the kernel."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def check_range(what: str, value: int, least: int, most: int) -> None:

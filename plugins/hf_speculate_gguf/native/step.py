@@ -17,7 +17,7 @@ from torch import Tensor
 from . import binding
 from .layer_parts import LayerParts, epsilon_of, matrix_of, rounds_inputs, shift_of
 from .layers import MOST_ROWS, NUM_TYPES, CallStructure, Entries, NativeLayers, Sight
-from .memory import address_of, address_of_table, place_of
+from .memory import address_of, address_of_table, places_of
 from .modules import PackedMatrix, rounded_factor
 from .weights import (
     MatrixStructure,
@@ -58,7 +58,7 @@ class AngleTable:
         prefix, named = ("", ()) if layer_type is None else (f"{layer_type}_", (layer_type,))
         frequencies, scaling = (getattr(rotary, f"{prefix}{name}") for name in ("inv_freq", "attention_scaling"))
         version = None if frequencies.is_inference() else frequencies._version
-        made_of = id(frequencies), place_of(frequencies), version, scaling, dtype
+        made_of = id(frequencies), *places_of([frequencies]), version, scaling, dtype
         if self._table is None or self._made_of != made_of or len(self._table[0]) < needed:
             with torch.no_grad():
                 cos, sin = rotary(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import binding
 from .formats import FORMATS
-from .memory import address_of, place_of
+from .memory import address_of, places_of
 from .modules import PackedEmbedding, PackedMatrix, ScaledEmbedding
 from .rounded import RoundedMatrix
 
@@ -119,7 +119,7 @@ class WeightsInPlace:
     def _read(self) -> list[int]:
         """The addresses of the weights, and their version counters where writes matter."""
         tensors = [tensor for tensor in self._tensors if tensor is not None]
-        pointers = [place_of(tensor) for tensor in tensors]
+        pointers = places_of(tensors)
         if not self._counts_writes:
             return pointers
         return pointers + [tensor._version for tensor in tensors if not tensor.is_inference()]
