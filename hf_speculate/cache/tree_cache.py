@@ -33,6 +33,9 @@ Mover = Callable[[Cache, Sequence[int], Sequence[int]], bool]
 It takes (cache, sources, destinations) and returns whether it could.
 """
 
+# Entries by index: the same ones in all rows, or those of each row.
+_Entries = Sequence[int] | Sequence[Sequence[int]]
+
 _OURS: dict[type, type[PreallocatedLayer]] = {
     DynamicLayer: PreallocatedLayer,
     DynamicSlidingWindowLayer: SlidingLayer,
@@ -246,10 +249,7 @@ class TreeCache:
             sources.append([base + node for node in path] + list(stay))
             destinations.append(list(range(length, length + width)))
         if width and sources != destinations:
-            self._move_layers(
-                torch.tensor(sources, dtype=torch.long, device="cpu"),
-                torch.tensor(destinations, dtype=torch.long, device="cpu"),
-            )
+            self._move_layers(sources, destinations)
 
     def _move_shared(self, base: int, path: Sequence[int]) -> None:
         first = next((index for index, node in enumerate(path) if node != index), len(path))
@@ -257,12 +257,9 @@ class TreeCache:
             return
         sources, destinations = [base + node for node in path[first:]], range(base + first, base + len(path))
         if self.mover is None or not self.mover(self.cache, sources, destinations):
-            self._move_layers(
-                torch.tensor(sources, dtype=torch.long, device="cpu"),
-                torch.tensor(destinations, dtype=torch.long, device="cpu"),
-            )
+            self._move_layers(sources, destinations)
 
-    def _move_layers(self, sources: Tensor, destinations: Tensor) -> None:
+    def _move_layers(self, sources: _Entries, destinations: _Entries) -> None:
         placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
         for layer in self._layers:
             device = layer.device
