@@ -47,7 +47,8 @@ WHOLE = {
     **dict.fromkeys((f"hf_speculate.{name}" for name in ("loop", "policy")), "loop, policy"),
     "hf_speculate.drafting": "drafting",
     **dict.fromkeys(
-        (f"hf_speculate.{name}" for name in ("scoring", "verification", "cache", "compilation")), "score and verify"
+        (f"hf_speculate.{name}" for name in ("target", "attention", "forward", "graphs", "verification", "cache")),
+        "score and verify",
     ),
     **dict.fromkeys(
         (
@@ -55,13 +56,12 @@ WHOLE = {
             for name in (
                 "tree",
                 "stats",
-                "models",
                 "files",
                 "errors",
                 "messages",
                 "transfers",
                 "compatibility",
-                "stock",
+                "triton_support",
             )
         ),
         "trees, values",

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_speculate.attention import TreeMask
 from hf_speculate.errors import DrafterError
-from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, RoundClock, TreeMask, TreePlan, TreeRow
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, RoundClock, TreePlan, TreeRow
 from hf_speculate.tree import round as round_module
 
 

@@ -19,8 +19,8 @@ from transformers import LogitsProcessorList
 
 from ..errors import CheckpointError
 from ..files import file_names
-from ..models import GenerativeModel
 from ..stats import Advice, HeadRecord, of_heads
+from ..target import GenerativeModel
 from ..tree import DraftTree, TreeRow
 from .calibration import CalibrationTable
 from .choices import Choices

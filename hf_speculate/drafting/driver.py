@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError, SpeculateError
-from ..models import GenerativeModel, num_embeddings
+from ..target import GenerativeModel, num_embeddings
 from ..tree import DraftTree, Round
 from ..verification import RngState, Sampler, Sequences
 from .ahead import Pending, Worker

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..compatibility.stock import states_option
 from ..errors import DrafterError, UnsupportedRequestError
-from ..models import GenerativeModel, decoder_of
+from ..target import GenerativeModel, decoder_of
 from ..transfers import to_device
 from .contract import RAW_LAST
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache
 
-from ..models import GenerativeModel
+from ..target import GenerativeModel
 from ..transfers import to_device
 from ..tree import DraftTree
 from ..verification import Noise
@@ -21,7 +21,7 @@ from .ranking import rank_children
 
 
 if TYPE_CHECKING:
-    from ..compilation import Compiler
+    from ..graphs import Compiler
 
 
 @dataclass(frozen=True, kw_only=True)

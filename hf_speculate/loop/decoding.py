@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..cache import TreeCache
 from ..drafting import Deepening, Drafting, DraftState
+from ..forward import Scorer
 from ..policy import PolicySession
-from ..scoring import Scorer
 from ..stats import SpeculationStats
 from ..tree import DraftTree, Round
 from ..verification import Sampler, Verdict, verify

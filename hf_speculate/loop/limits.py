@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..models import GenerativeModel
+from ..forward import Scorer
 from ..policy import Budget, PolicySession
-from ..scoring import DepthLimit, Scorer, has_length_dependent_rope, takes_position_ids
+from ..target import DepthLimit, GenerativeModel, has_length_dependent_rope, takes_position_ids
 from ..tree import DraftTree
 from ..verification import Sequences, Stopping
 

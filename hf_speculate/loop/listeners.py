@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..drafting import Drafting
+from ..forward import Scorer
 from ..policy import PolicySession
-from ..scoring import Scorer, layer_windows
 from ..stats import SpeculationStats
+from ..target import layer_windows
 from ..tree import Round
 from ..verification import Sampler, Sequences
 

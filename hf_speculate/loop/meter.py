@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..compilation import Compiler
+from ..graphs import Compiler
 from ..stats import SpeculationStats
 from ..tree import RoundClock, RoundSeconds
 from .delivery import Delivery

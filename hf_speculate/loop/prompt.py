@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cache import TreeCache, cache_of
 from ..errors import PromptError
-from ..scoring import Scorer
+from ..forward import Scorer
 from ..verification import Sequences
 from .stock_step import StockStep
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..cache import TreeCache, cache_of
-from ..models import GenerativeModel, has_own_method
-from ..scoring import Forward, Nodes, Scorer, longrope_switch
+from ..forward import Forward, Nodes, Scorer
+from ..target import GenerativeModel, has_own_method, longrope_switch
 from .stock_step import StockStep
 
 

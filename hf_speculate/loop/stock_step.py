@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ..cache import CACHE_NAME, as_cache
 from ..compatibility.stock import PROMPT_INPUTS
 from ..errors import PromptError
-from ..models import GenerativeModel
+from ..target import GenerativeModel
 from ..verification import Sequences
 
 

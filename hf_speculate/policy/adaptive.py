@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..drafting import Deepening
-from ..models import GenerativeModel
+from ..target import GenerativeModel
 from ..tree import DraftTree, Round
 from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..drafting import CalibrationTable, Deepening
-from ..models import GenerativeModel
+from ..target import GenerativeModel
 from ..tree import DraftTree, Round
 
 

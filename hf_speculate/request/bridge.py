@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from transformers import GenerationMixin
 
+from ..attention import Sizes, uninstall_attention
 from ..cache import CACHE_NAME, OLD_CACHE_NAME
 from ..drafting import check_taps
 from ..errors import PromptError, SpeculateError, TargetMismatchError, UnsupportedRequestError
 from ..messages import get_logger
-from ..models import GenerativeModel
-from ..scoring import Shape, Sizes, keep_saveable, uninstall_attention
 from ..speculator import Speculator, attached_to, resolve
+from ..target import GenerativeModel, Shape, keep_saveable
 from .call import PreparedCall, streamed
 from .checks import (
     check_acceptance,

@@ -14,14 +14,15 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..attention import Sizes
 from ..cache import CACHE_NAME, reserving
 from ..compatibility import too_old
 from ..compatibility.stock import has_checkpointing
 from ..errors import OptionError, UnsupportedRequestError
+from ..forward import exact_sizes
 from ..loop import recomputing_switch
-from ..models import GenerativeModel
-from ..scoring import Sizes, activated_lora, exact_sizes, outdated_peft, prompt_learning, takes_position_ids
 from ..speculator import Speculator, SpeculatorSpec, installed_drafters, takers_of
+from ..target import GenerativeModel, activated_lora, outdated_peft, prompt_learning, takes_position_ids
 from ..verification import see_rows_alone
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..attention import backends_in_use
 from ..cache import TreeCache
-from ..compilation import Compiler, compiler_of
 from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text, last_layer
+from ..forward import MAX_NATIVE_ROWS, Scorer, StaticUse, compiled, exact_scorer, target_scorer
+from ..graphs import Compiler, compiler_of
 from ..loop import (
     TOKEN_KWARGS,
     Ahead,
@@ -24,23 +26,10 @@ from ..loop import (
     follow_recomputing,
     round_listeners,
 )
-from ..models import GenerativeModel
 from ..policy import PolicyRequest, PolicySession
-from ..scoring import (
-    MAX_NATIVE_ROWS,
-    Scorer,
-    StaticUse,
-    active_adapters,
-    backends_in_use,
-    compiled,
-    exact_scorer,
-    has_length_dependent_rope,
-    has_native_layers,
-    input_device,
-    target_scorer,
-)
 from ..speculator import Speculator
 from ..stats import SpeculationStats
+from ..target import GenerativeModel, active_adapters, has_length_dependent_rope, has_native_layers, input_device
 from ..tree import RoundClock
 from ..verification import (
     BatchedChoice,

@@ -13,9 +13,9 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from ..attention import Sizes
 from ..cache import CACHE_NAME
-from ..models import GenerativeModel
-from ..scoring import Shape, Sizes, prompt_learning
+from ..target import GenerativeModel, Shape, prompt_learning
 from .checks import total_length
 
 

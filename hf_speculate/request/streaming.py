@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import TextStreamer
 
 from ..errors import UnsupportedRequestError
-from ..models import unwrap
 from ..speculator import Speculator, attached_to
+from ..target import unwrap
 from ..tree import Round
 from .call import PreparedCall, streamed
 

@@ -30,19 +30,19 @@ from transformers.cache_utils import Cache
 
 from ..drafting import Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import UnsupportedRequestError
+from ..forward import has_recurrent_layers, target_shape
 from ..messages import get_logger
-from ..models import GenerativeModel, has_own_method
-from ..scoring import (
+from ..speculator import Speculator
+from ..target import (
+    GenerativeModel,
     Shape,
     has_foreign_attention,
-    has_recurrent_layers,
+    has_own_method,
     input_device,
     prompt_learning,
     structure_key,
-    target_shape,
     without_foreign_hooks,
 )
-from ..speculator import Speculator
 from ..tree import ROOT_PARENT, DraftTree
 from ..verification import RngState
 

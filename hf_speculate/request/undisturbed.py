@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..drafting import Drafter
-from ..models import GenerativeModel
+from ..target import GenerativeModel
 
 
 # Packages whose code does not change a target while it generates.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from ..drafting import Drafter
 from ..errors import OptionError, SpeculateError
 from ..files import folder_state, user_path
-from ..models import GenerativeModel, held_model
+from ..target import GenerativeModel, held_model
 from .registry import SpeculatorSpec, installed_drafters, joined_sources
 from .speculator import Speculator, make_speculator, refuse_model
 

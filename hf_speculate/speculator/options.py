@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
-from ..compilation import find_backend
 from ..errors import OptionError, first_line
+from ..graphs import find_backend
 from ..policy import Adaptive, DraftPolicy, Fixed
 from ..verification import TypicalAcceptance
 from .registry import installed_drafters, load_drafter

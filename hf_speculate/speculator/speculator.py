@@ -18,8 +18,8 @@ from ..drafting import CalibrationTable, Drafter
 from ..errors import OptionError
 from ..files import user_path
 from ..messages import get_logger
-from ..models import GenerativeModel, unwrap
 from ..stats import SpeculationStats
+from ..target import GenerativeModel, unwrap
 from .options import EngineOptions
 from .registry import (
     SpeculatorSpec,

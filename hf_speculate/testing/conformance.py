@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
 from ..messages import get_logger
-from ..models import GenerativeModel, unwrap
 from ..speculator import Speculator
+from ..target import GenerativeModel, unwrap
 from ..tree import DraftTree
 from .lossless import check_lossless, prompt_ids
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import LosslessnessError
-from ..models import GenerativeModel, unwrap
 from ..speculator import Speculator
+from ..target import GenerativeModel, unwrap
 from ..verification import Noise
 
 

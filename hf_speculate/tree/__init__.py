@@ -12,7 +12,6 @@ from .draft_tree import DraftTree as DraftTree
 from .draft_tree import HostFacts as HostFacts
 from .host_tree import HostTree as HostTree
 from .host_tree import TreeRow as TreeRow
-from .mask import TreeMask as TreeMask
 from .plan import PADDING_PARENT as PADDING_PARENT
 from .plan import ROOT_PARENT as ROOT_PARENT
 from .plan import TreePlan as TreePlan

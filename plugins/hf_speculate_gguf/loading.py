@@ -20,7 +20,7 @@ from transformers.utils import logging
 from hf_speculate.compatibility import check_feature
 from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from .delta_net import CONVOLUTION, DECAY, FROM_VALUES, INPUTS, NORM, TIME_STEP
 from .matrices import Matrix, TensorRows, half_split_order, read_values, read_vector

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from .native import PackedEmbedding, PackedMatrix
 

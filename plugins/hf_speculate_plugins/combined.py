@@ -26,9 +26,9 @@ from hf_speculate.drafting import (
     Observation,
 )
 from hf_speculate.errors import OptionError
-from hf_speculate.models import GenerativeModel
 from hf_speculate.policy import Acceptance
 from hf_speculate.speculator import check_sizes, make_speculator, read_options
+from hf_speculate.target import GenerativeModel
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 from .parts import Knowledge, Pace, Part, RowDraft, value_of

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.errors import OptionError
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import Advice
+from hf_speculate.target import GenerativeModel
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
 

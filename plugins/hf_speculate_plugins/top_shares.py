@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.compilation import has_triton, is_interpreting, power_of_two
+from hf_speculate.triton_support import has_triton, is_interpreting, power_of_two
 
 
 tl: Any = None  # triton.language, once a kernel is wanted: importing it takes a second

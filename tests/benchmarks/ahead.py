@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 import typer
 
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.target import GenerativeModel
 from hf_speculate_gguf import load_model
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_tools.bench import fixed_length

@@ -17,7 +17,7 @@ import typer
 from transformers import PreTrainedTokenizerBase
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.bench.runs import TimedRun, seconds_by_repeat
 from hf_speculate_tools.commands import (
     Device,

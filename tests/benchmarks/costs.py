@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from hf_speculate.cache import TreeCache, as_cache
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import Scorer, filler_cache
+from hf_speculate.forward import Scorer
+from hf_speculate.target import GenerativeModel, filler_cache
 from hf_speculate_tools.bench import fixed_length
 from hf_speculate_tools.bench.methods import Method, eager_method
 from hf_speculate_tools.bench.runs import (

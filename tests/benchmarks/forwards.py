@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import Scorer, exact_scorer, exact_sizes
+from hf_speculate.forward import Scorer, exact_scorer, exact_sizes
+from hf_speculate.target import GenerativeModel
 from hf_speculate.tree import DraftTree
 from hf_speculate_tools.commands import timed
 

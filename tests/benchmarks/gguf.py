@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate_gguf import load_model, packing_report
 from hf_speculate_gguf.native import PackedMatrix
 from hf_speculate_tools.bench import fixed_length

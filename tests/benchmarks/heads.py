@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.target import GenerativeModel
 from hf_speculate_plugins import block
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead

@@ -11,8 +11,8 @@ import typer
 
 from hf_speculate.drafting import Drafter
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate.testing import ScriptedDrafter, unpadded
 from hf_speculate_tools.bench.methods import Method, eager_method, speculator_method
 from hf_speculate_tools.bench.runs import Request, generate_once

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.bench.workload import Workload
 from hf_speculate_tools.commands import find_device, find_dtype
 

@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedTokenizerBase
 from hf_speculate import AutoSpeculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.bench.acceptance import figures
 from hf_speculate_tools.bench.methods import Method
 from hf_speculate_tools.bench.runs import batches, fixed_length, generate_once

@@ -24,7 +24,7 @@ import typer
 from torch import nn
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import unwrap
+from hf_speculate.target import unwrap
 from hf_speculate_tools.commands import (
     Device,
     Grid,

@@ -16,7 +16,7 @@ from hf_speculate.cache import as_cache
 from hf_speculate.cache.sliding import SlidingLayer
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.errors import CacheStateError
-from hf_speculate.scoring.masks import LayerType, layer_types, layer_types_of
+from hf_speculate.target.layers import LayerType, layer_types, layer_types_of
 from hf_speculate.testing import ScriptedDrafter
 
 from ..support.layers import assert_updates_equal, change_rows, reset_both, states

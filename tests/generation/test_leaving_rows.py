@@ -13,9 +13,9 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of, rows
 from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.forward import scorer as scoring
+from hf_speculate.forward.scorer import Scorer
 from hf_speculate.loop import Decoding
-from hf_speculate.scoring import scoring
-from hf_speculate.scoring.scoring import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.sampler import Sampler
 from hf_speculate_plugins.combined import CombinedDrafter

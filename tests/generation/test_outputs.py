@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.scoring.hooks import SaveableHook, keep_saveable
+from hf_speculate.target.hooks import SaveableHook, keep_saveable
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate.verification.records import LayerRecord
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions

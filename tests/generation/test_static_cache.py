@@ -11,8 +11,8 @@ from transformers import GenerationConfig, StaticCache
 from hf_speculate import Speculator
 from hf_speculate.cache import CACHE_NAME, as_cache, cache_of
 from hf_speculate.cache.layers import MIN_CAPACITY, PreallocatedLayer
-from hf_speculate.compilation.graphs import graphs_of
 from hf_speculate.errors import UnsupportedRequestError
+from hf_speculate.graphs.graph_runner import graphs_of
 from hf_speculate.testing import ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE

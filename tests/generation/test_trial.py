@@ -11,9 +11,9 @@ from transformers import DynamicCache, LlamaForCausalLM
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache
 from hf_speculate.cache.tree_cache import TreeCache
+from hf_speculate.forward.scorer import Scorer
 from hf_speculate.request import trial
 from hf_speculate.request.trial import needs_trial, request_shape, run_trial
-from hf_speculate.scoring.scoring import Scorer
 from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.tree import TreePlan, additive
 

@@ -9,12 +9,12 @@ import pytest
 from transformers import AttentionInterface, GenerationMixin
 
 import hf_speculate
+from hf_speculate.attention import uninstall_attention
+from hf_speculate.attention.grouped import TreeAttention
 from hf_speculate.compatibility import WORKING
 from hf_speculate.errors import IncompatibleTransformersError
 from hf_speculate.request import bridge
 from hf_speculate.request.upstream import check_transformers
-from hf_speculate.scoring import uninstall_attention
-from hf_speculate.scoring.attention import TreeAttention
 
 
 WRAPPED = ("generate", "_validate_generation_mode", "_sample")

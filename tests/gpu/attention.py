@@ -168,7 +168,7 @@ def _cut(case: Case, length: int, form: str) -> Way:
 def tree_kernel(setting: Setting) -> Callable[[Case], Way] | None:
     """Maker of the way by our Triton kernel; None where it cannot run. On a CPU its plain reference stands in."""
     try:
-        from hf_speculate.scoring import tree_kernel as module
+        from hf_speculate.attention import tree_kernel as module
 
         attend = module.tree_attention if setting.on_cuda else module.plain_tree_attention
         if setting.on_cuda and not module.has_kernel():

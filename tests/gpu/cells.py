@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.commands import timed
 
 from .setting import Setting

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_speculate.drafting import Drafter
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import AutoSpeculator, Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleSpec, LoadedHead
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState
-from hf_speculate.scoring import Scorer
+from hf_speculate.forward import Scorer
 from hf_speculate.tree import DraftTree
 
 from .setting import synchronize

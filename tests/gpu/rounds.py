@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.commands import timed
 
 from .models import load_pycoder, prompts, pycoder_head

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_speculate.scoring import backends
+from hf_speculate.attention import backends
 from hf_speculate.speculator import EngineOptions
 
 from .supervisor import WAYS

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from hf_speculate.drafting import Drafter
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate.testing import EmptyDrafter
 
 from ..benchmarks.scripted import AcceptanceProfile

@@ -282,7 +282,7 @@ def test_lines_have_few_digits_and_no_nan():
 
 
 def test_modules_with_gpu_tests_are_found():
-    assert "tests/scoring/test_attention.py" in suite.modules()
+    assert "tests/attention/test_grouped_sdpa.py" in suite.modules()
 
 
 def test_failures_are_read_from_the_results(tmp_path):

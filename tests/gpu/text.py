@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_speculate.errors import LosslessnessError
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 from hf_speculate.testing import check_lossless
 from hf_speculate.testing.lossless import TOLERANCE
 from hf_speculate.verification import Noise

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from hf_speculate.models import unwrap
+from hf_speculate.target import unwrap
 from hf_speculate_plugins.origin import compare_weights, sample_weights
 
 from ..support.adapters import perturbed

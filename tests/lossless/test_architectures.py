@@ -20,10 +20,10 @@ from transformers import DynamicCache
 import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.models import has_own_method
+from hf_speculate.forward.recurrent import has_recurrent_layers, target_shape
 from hf_speculate.request import trial
 from hf_speculate.request.trial import INPUT_PREPARATION, minor_version, run_trial
-from hf_speculate.scoring.recurrent import has_recurrent_layers, target_shape
+from hf_speculate.target import has_own_method
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter, check_lossless
 
 from ..support.architectures import CASES, CHAINS, HEADS, NOTHING, TREES, build

@@ -17,11 +17,11 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import Speculator
+from hf_speculate.attention.per_node import Walk
 from hf_speculate.cache import cache_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.scoring import MAX_NATIVE_ROWS, exact_sizes
-from hf_speculate.scoring.exact import first_difference, product_sizes
-from hf_speculate.scoring.walk import Walk
+from hf_speculate.forward import MAX_NATIVE_ROWS, exact_sizes
+from hf_speculate.forward.exact import first_difference, product_sizes
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native.layers import MOST_ROWS
@@ -233,7 +233,7 @@ class TestRefusals:
 
     def test_products_of_a_batch(self, tiny_model, monkeypatch):
         model = tiny_model(dtype=torch.bfloat16, seed=12)
-        monkeypatch.setattr("hf_speculate.scoring.exact.COUNTS", (2, 4))
+        monkeypatch.setattr("hf_speculate.forward.exact.COUNTS", (2, 4))
         batch = padded_batch(random_prompt, (9, 5, 7))
         self.refused(model, r"a product of \[.*\] rounds 3 rows otherwise than each alone", batch)
 

@@ -10,7 +10,7 @@ import torch
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.scoring import outdated_peft
+from hf_speculate.target import outdated_peft
 from hf_speculate.testing.scripted import RandomDrafter, ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE

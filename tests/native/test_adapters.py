@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.scoring import outdated_peft
+from hf_speculate.target import outdated_peft
 from hf_speculate.testing import ScriptedDrafter, check_lossless
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native.binding import native_problem

@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
+from hf_speculate.attention.grouped import TreeAttention, fold
 from hf_speculate.cache import CACHE_NAME, PreallocatedLayer, as_cache, cache_of
-from hf_speculate.scoring import has_native_layers
-from hf_speculate.scoring.attention import TreeAttention, fold
+from hf_speculate.target import has_native_layers
 from hf_speculate_gguf.native import binding as native
 from hf_speculate_gguf.native.formats import FORMATS
 from hf_speculate_gguf.native.forwards import fuse

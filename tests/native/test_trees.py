@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from hf_speculate.attention import TreeMask
 from hf_speculate.cache import TreeCache, as_cache
-from hf_speculate.scoring import Scorer
-from hf_speculate.tree import DraftTree, TreeMask, TreePlan, additive
+from hf_speculate.forward import Scorer
+from hf_speculate.tree import DraftTree, TreePlan, additive
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native import binding as native
 from hf_speculate_gguf.native.layers import find_sight
@@ -73,7 +74,7 @@ def test_runs_are_those_of_the_mask(parents):
 def test_logits_are_those_behind_a_mask(parents, model, masks, monkeypatch):
     tree = tree_of(*parents)
     found = score(scorer_of(model, len(parents)), tree)
-    monkeypatch.setattr("hf_speculate.scoring.scoring.takes_tree_masks", lambda _: False)
+    monkeypatch.setattr("hf_speculate.forward.scorer.takes_tree_masks", lambda _: False)
     expected = score(scorer_of(model, len(parents)), tree)
     assert [type(mask) for mask in masks] == [TreeMask, torch.Tensor]
     assert torch.equal(found, expected)
@@ -84,7 +85,7 @@ def test_modules_get_a_mask(model, masks, monkeypatch):
     hook = model.model.layers[0].register_forward_pre_hook(lambda *_: None)
     try:
         found = score(scorer_of(model, 1), tree_of(BINARY))
-        monkeypatch.setattr("hf_speculate.scoring.scoring.takes_tree_masks", lambda _: False)
+        monkeypatch.setattr("hf_speculate.forward.scorer.takes_tree_masks", lambda _: False)
         expected = score(scorer_of(model, 1), tree_of(BINARY))
     finally:
         hook.remove()

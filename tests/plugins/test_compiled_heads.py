@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, ranking
+from hf_speculate.graphs.graph_runner import Compiler, graphs_of
 from hf_speculate_gguf import load_model
 from hf_speculate_plugins import block, eagle, trees
 from hf_speculate_plugins.eagle import EagleDrafter

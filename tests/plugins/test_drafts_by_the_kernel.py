@@ -6,7 +6,8 @@ import copy
 
 import pytest
 
-from hf_speculate.scoring import attention, tree_kernel
+from hf_speculate.attention import grouped as attention
+from hf_speculate.attention import tree_kernel
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.draft_model.session import DraftModelSession
 from hf_speculate_plugins.eagle import EagleDrafter

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.scoring import embedding_layer, output_layer
+from hf_speculate.target import embedding_layer, output_layer
 from hf_speculate_plugins.checkpoints import LoadedTarget
 
 from ..support.block_heads import random_block

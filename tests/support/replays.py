@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from hf_speculate.compilation import graphs, recording
-from hf_speculate.compilation.recording import Recording, tensors_in
-from hf_speculate.scoring import static
+from hf_speculate.forward import graph as static
+from hf_speculate.graphs import cuda_graphs as recording
+from hf_speculate.graphs import graph_runner as graphs
+from hf_speculate.graphs.cuda_graphs import Recording, tensors_in
 from hf_speculate.verification import Sampler
 
 from .pretended_device import TYPE, PretendedDevice

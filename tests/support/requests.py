@@ -10,7 +10,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.scoring import Scorer
+from hf_speculate.forward import Scorer
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
 
 from .inputs import padded_batch, random_prompt

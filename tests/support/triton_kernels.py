@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_speculate.compilation import layer_kernels
-from hf_speculate.scoring import tree_kernel
+from hf_speculate.attention import tree_kernel
+from hf_speculate.graphs import layer_kernels
 from hf_speculate_plugins import top_shares
 
 

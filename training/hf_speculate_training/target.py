@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.models import decoder_of, unwrap
-from hf_speculate.scoring import sample_bytes
+from hf_speculate.target import decoder_of, sample_bytes, unwrap
 from hf_speculate_gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 from hf_speculate_tools.commands import target_path
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_speculate.models import unwrap
-from hf_speculate.scoring import last_device
+from hf_speculate.target import last_device, unwrap
 from hf_speculate_training import Batch, StepOutput, TargetStates, TrainingMethod
 from hf_speculate_training.methods import (
     Entries,

@@ -27,9 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import output_capturing
 
+from hf_speculate.attention import TreeMask, grouped_sdpa
 from hf_speculate.cache import as_cache
-from hf_speculate.scoring import base_module, effective_module, grouped_sdpa
-from hf_speculate.tree import TreeMask
+from hf_speculate.target import base_module, effective_module
 
 from . import binding
 from .caches import Room

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_speculate.compatibility.stock import RECURRENT_LAYERS
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from . import binding
 from .backends import NativeBackend

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from hf_speculate.attention import TreeMask
 from hf_speculate.cache import CACHE_NAME, as_cache
-from hf_speculate.tree import TreeMask
 
 from .caches import Room
 from .layers import MOST_ROWS, Sight

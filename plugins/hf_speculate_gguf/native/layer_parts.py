@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_speculate.scoring import adapter_layers_around, base_module, pass_on
+from hf_speculate.target import adapter_layers_around, base_module, pass_on
 
 from . import binding
 from .backends import NativeBackend

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.utils import output_capturing
 
-from hf_speculate.scoring import adapter_layers_around, base_module, pass_on
+from hf_speculate.target import adapter_layers_around, base_module, pass_on
 
 
 class Snapshot:

@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_speculate.attention import tree_backends
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import tree_backends
 
 from ..checkpoints import ConfigValues
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from ..origin import check_stated_name
 from .accounting import num_indexed

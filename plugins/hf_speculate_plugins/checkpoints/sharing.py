@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
-from hf_speculate.scoring import output_rows
+from hf_speculate.target import output_rows
 
 from .accounting import KeyAccount
 from .config import ConfigValues

@@ -17,8 +17,8 @@ from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, DrafterNotFoundError, first_line
 from hf_speculate.files import user_path
-from hf_speculate.scoring import embedding_layer, output_layer
 from hf_speculate.speculator import path_problem
+from hf_speculate.target import embedding_layer, output_layer
 
 from .files import read_config, read_index, read_tensor
 

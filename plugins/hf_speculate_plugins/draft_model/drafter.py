@@ -14,10 +14,9 @@ from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest
 from hf_speculate.errors import CheckpointError, OptionError, TargetMismatchError
 from hf_speculate.files import file_names, listed, user_path
-from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import supported_shape
 from hf_speculate.speculator import installed_drafters, load_drafter, local_folder, read_options
 from hf_speculate.stats import Advice
+from hf_speculate.target import GenerativeModel, supported_shape, unwrap
 
 from ..checkpoints import ConfigValues, checkpoint_files, read_config, tensor_shapes
 from ..origin import compare_weights, sample_weights

@@ -21,24 +21,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from hf_speculate.attention import TreePlace, fold, placed, prompt_starts, tree_backends
 from hf_speculate.cache import PreallocatedLayer, as_cache
-from hf_speculate.compilation import PromptMasks, Stacks, capacity_for, lease_of, pool_of, static_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_children
-from hf_speculate.scoring import (
-    Along,
-    Scorer,
-    TreePlace,
-    fold,
-    has_native_layers,
-    num_positions,
-    placed,
-    problem_with_recording,
-    problem_with_static,
-    prompt_starts,
-    takes_position_ids,
-    text_mask,
-    tree_backends,
-)
+from hf_speculate.forward import Along, Scorer, problem_with_recording, problem_with_static, text_mask
+from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of, static_cache
+from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
 from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 

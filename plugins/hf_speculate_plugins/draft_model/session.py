@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_speculate.attention import tree_backends
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.drafting import Conversations, DraftRequest, DraftSession, DraftState, common_prefix
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import Scorer, num_positions, supported_shape, takes_position_ids, tree_backends
+from hf_speculate.forward import Scorer
+from hf_speculate.target import GenerativeModel, num_positions, supported_shape, takes_position_ids
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import Conversations, DraftRequest, DraftState
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hf_speculate.errors import CheckpointError, OptionError, TargetMismatchError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import (
     GGUF_ARCHITECTURE,

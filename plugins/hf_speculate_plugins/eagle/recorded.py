@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hf_speculate.compilation import Buffers, Stacks, capacity_for, static_cache
+from hf_speculate.attention import TreePlace
 from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.scoring import Along, TreePlace, text_mask
+from hf_speculate.forward import Along, text_mask
+from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan
 

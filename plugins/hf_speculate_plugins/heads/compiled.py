@@ -14,8 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hf_speculate.attention import kernel_fits, prompt_starts, tree_backends
 from hf_speculate.cache import PreallocatedLayer
-from hf_speculate.compilation import (
+from hf_speculate.drafting import DraftState
+from hf_speculate.forward import NODE_BUCKETS, width_for
+from hf_speculate.graphs import (
     Buffers,
     Compiler,
     PromptMasks,
@@ -26,8 +29,6 @@ from hf_speculate.compilation import (
     padded_mask,
     pool_of,
 )
-from hf_speculate.drafting import DraftState
-from hf_speculate.scoring import NODE_BUCKETS, kernel_fits, prompt_starts, tree_backends, width_for
 from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead

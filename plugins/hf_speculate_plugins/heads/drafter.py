@@ -11,9 +11,9 @@ from torch import Tensor
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
 from hf_speculate.errors import OptionError, TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import local_folder, read_options
 from hf_speculate.stats import HeadRecord
+from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
 from ..origin import check_origin

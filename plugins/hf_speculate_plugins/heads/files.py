@@ -19,8 +19,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import listed
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer, output_rows
+from hf_speculate.target import GenerativeModel, embedding_layer, embedding_rows, last_device, output_layer, output_rows
 
 from ..checkpoints import (
     Checkpoint,

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import last_device
+from hf_speculate.target import GenerativeModel, last_device
 
 from .head import Head, LoadedHead
 

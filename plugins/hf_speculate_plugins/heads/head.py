@@ -17,9 +17,10 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hf_speculate.attention import TreePlace, tree_attention, tree_backends
 from hf_speculate.drafting import finite
 from hf_speculate.errors import CheckpointError
-from hf_speculate.scoring import TreePlace, output_rows, tree_attention, tree_backends, unhooked
+from hf_speculate.target import output_rows, unhooked
 from hf_speculate.transfers import to_device
 
 from ..checkpoints import HeadSpec, LoadReport, OpenedHead

@@ -15,9 +15,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from hf_speculate.attention import visible_prefix
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import DraftRequest
-from hf_speculate.scoring import LayerType, visible_prefix
+from hf_speculate.target import LayerType
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import TreePlan
 

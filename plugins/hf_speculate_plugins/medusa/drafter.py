@@ -15,10 +15,9 @@ import torch
 from hf_speculate.drafting import Drafter, DraftRequest, DraftSession, DraftState, SavedHead
 from hf_speculate.errors import OptionError, TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import weight_device
 from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import HeadRecord
+from hf_speculate.target import GenerativeModel, weight_device
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes

@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import unhooked
+from hf_speculate.target import GenerativeModel, unhooked
 
 
 if TYPE_CHECKING:

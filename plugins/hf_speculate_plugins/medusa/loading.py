@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import (
     Checkpoint,

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_speculate.compilation import Buffers, Compiler, SetKey, pool_of
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
+from hf_speculate.graphs import Buffers, Compiler, SetKey, pool_of
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 

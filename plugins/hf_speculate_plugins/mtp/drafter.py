@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from hf_speculate.drafting import DraftRequest, SavedHead
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.files import user_path
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import check_sizes, read_options
 from hf_speculate.stats import Advice
+from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import ConfigValues, checkpoint_files, read_config, stated_name, tensor_shapes
 from ..eagle import EagleOptions, EagleSession

@@ -24,8 +24,16 @@ from transformers import AttentionInterface
 
 from hf_speculate.drafting import finite
 from hf_speculate.errors import CheckpointError, TargetMismatchError, first_line
-from hf_speculate.models import GenerativeModel, decoder_of, unwrap
-from hf_speculate.scoring import embedding_layer, is_dense, last_device, layer_windows, output_layer
+from hf_speculate.target import (
+    GenerativeModel,
+    decoder_of,
+    embedding_layer,
+    is_dense,
+    last_device,
+    layer_windows,
+    output_layer,
+    unwrap,
+)
 
 from ..checkpoints import Checkpoint, HeadSpec, KeyAccount, vocabulary_output
 from ..heads import Attend, FeedingHead, LoadedHead, keep_packed

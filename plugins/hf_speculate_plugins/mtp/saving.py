@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_speculate.errors import CheckpointError, first_line
 from hf_speculate.files import Writer, file_names, json_writer, replace_files, replacing, user_path
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import (
     read_config,

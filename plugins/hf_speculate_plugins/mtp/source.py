@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from hf_speculate.errors import CheckpointError, first_line
 from hf_speculate.files import read_json, user_path
-from hf_speculate.models import GenerativeModel, unwrap
+from hf_speculate.target import GenerativeModel, unwrap
 
 from ..checkpoints import (
     Checkpoint,

@@ -13,9 +13,8 @@ from typing import Any
 
 from hf_speculate.errors import CheckpointError, TargetMismatchError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import adapter_fingerprints, quantization_label
 from hf_speculate.stats import HeadRecord
+from hf_speculate.target import GenerativeModel, adapter_fingerprints, quantization_label
 
 from .provenance import PROVENANCE_FILE, read_provenance
 from .weights import compare_weights, sample_weights

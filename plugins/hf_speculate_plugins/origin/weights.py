@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hf_speculate.models import GenerativeModel, decoder_of
+from hf_speculate.target import GenerativeModel, decoder_of
 
 
 Values = Float[Tensor, "*n"]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_speculate.drafting import Drafter, DraftRequest
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import GenerativeModel, num_embeddings
 from hf_speculate.speculator import read_options
 from hf_speculate.stats import Advice
+from hf_speculate.target import GenerativeModel, num_embeddings
 
 from .automaton import Mixture
 from .contexts import ContextCounts, RecycledRows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from ..commands import Grid, by_depth, check_temperatures, progress
 from .identity import compare_texts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_speculate.errors import LosslessnessError
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate.testing import check_lossless
 
 from .methods import Method

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from transformers import CompileConfig, PreTrainedModel
 
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator, SpeculatorSpec
+from hf_speculate.target import GenerativeModel
 
 from ..commands import make_spec, neutralize
 

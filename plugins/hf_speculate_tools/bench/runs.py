@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from hf_speculate.compilation import Recordings
 from hf_speculate.errors import SpeculateError, first_line
+from hf_speculate.graphs import Recordings
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.target import GenerativeModel
 
 from ..commands import timed
 from .methods import Method

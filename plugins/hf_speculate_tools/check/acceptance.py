@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_speculate.drafting import RAW_LAST, Drafter, DraftRequest, DraftState, FeatureTaps
 from hf_speculate.errors import CheckpointError
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import drafter_class_for
 from hf_speculate.stats import HeadRecord
+from hf_speculate.target import GenerativeModel
 
 
 ReadingOptions = dict[str, Any]

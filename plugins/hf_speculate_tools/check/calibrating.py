@@ -15,9 +15,9 @@ from hf_speculate import rounds
 from hf_speculate.drafting import Calibration, CalibrationTable, Drafter
 from hf_speculate.errors import CheckpointError
 from hf_speculate.files import user_path
-from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.policy import Acceptance
 from hf_speculate.speculator import Speculator, drafter_class_for
+from hf_speculate.target import GenerativeModel, unwrap
 from hf_speculate.tree import Round
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from .acceptance import ReadingOptions
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.speculator import head_folder, local_folder
 from hf_speculate.stats import HeadRecord
+from hf_speculate.target import GenerativeModel, unwrap
 from hf_speculate_plugins.origin import head_record
 
 from .acceptance import AcceptanceRates, HeadReader, ReadingOptions, Text, write_texts

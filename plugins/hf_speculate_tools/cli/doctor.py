@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hf_speculate.attention import backends_in_use
 from hf_speculate.errors import UnsupportedRequestError
-from hf_speculate.scoring import backends_in_use
 
 from ..bench import GenerateSettings, bench_generate
 from ..commands import Grid, default_specs, find_device, prepare, report, target_path

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from hf_speculate import rounds
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import printable
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import GenerativeModel
 
 from ..commands import (
     DRAFTED,

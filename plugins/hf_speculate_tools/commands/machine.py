@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hf_speculate.attention import backends_in_use, kernel_fits
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.scoring import backends_in_use, kernel_fits
 from hf_speculate.speculator import installed_drafters
 
 from .checks import check_dtype

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from hf_speculate.models import GenerativeModel
     from hf_speculate.speculator import Speculator
+    from hf_speculate.target import GenerativeModel
 
 
 BUNDLED = "pycoder"

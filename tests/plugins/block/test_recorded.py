@@ -11,8 +11,8 @@ import torch
 
 from hf_speculate import Speculator, transfers
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest, DraftState
+from hf_speculate.graphs import Compiler
 from hf_speculate_plugins.block.drafter import BlockSession
 
 from ...support.block_heads import HIDDEN, KINDS, random_block

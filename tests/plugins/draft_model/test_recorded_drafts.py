@@ -13,8 +13,8 @@ import torch
 
 from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
-from hf_speculate.compilation.graphs import Compiler, graphs_of
 from hf_speculate.drafting import DraftRequest, DraftState, ranking
+from hf_speculate.graphs.graph_runner import Compiler, graphs_of
 from hf_speculate_plugins import trees
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.draft_model.session import DraftModelSession

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest
+from hf_speculate.graphs import Compiler
 from hf_speculate_gguf.native import RoundedLinear
 from hf_speculate_plugins.medusa import MedusaHeads
 from hf_speculate_plugins.medusa.head import QuickForward, QuickOutputs

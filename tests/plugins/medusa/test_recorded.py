@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_speculate import Speculator
-from hf_speculate.compilation import Compiler
 from hf_speculate.drafting import DraftRequest, DraftState
+from hf_speculate.graphs import Compiler
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
 from hf_speculate_plugins.medusa.drafter import MedusaSession
 from hf_speculate_plugins.medusa.steps import CompiledSteps, PlainSteps

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import decoder_of
+from hf_speculate.target import decoder_of
 from hf_speculate_plugins.heads import CachedAttention
 from hf_speculate_plugins.mtp import MtpDrafter, new_head
 from hf_speculate_plugins.mtp.saving import WEIGHTS

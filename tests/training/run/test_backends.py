@@ -8,7 +8,7 @@ import pytest
 from torch.backends import cuda
 from transformers import AutoModelForCausalLM
 
-from hf_speculate.scoring import backends
+from hf_speculate.attention import backends
 from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments
 from hf_speculate_training.data import Collator, prepare_data
 from hf_speculate_training.methods.eagle import Eagle3Method, Eagle3TrainingOptions, new_eagle3, unrolled

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from hf_speculate import AutoSpeculator
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import unwrap
-from hf_speculate.scoring.adapters import adapter_fingerprints
-from hf_speculate.scoring.embeddings import embedding_rows, output_rows
+from hf_speculate.target import unwrap
+from hf_speculate.target.adapters import adapter_fingerprints
+from hf_speculate.target.embeddings import embedding_rows, output_rows
 from hf_speculate.testing import check_lossless
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native.backends import choose_backend

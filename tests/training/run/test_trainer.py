@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_speculate import AutoSpeculator
-from hf_speculate.models import unwrap
+from hf_speculate.target import unwrap
 from hf_speculate_tools.hub import uploads
 from hf_speculate_training import DataOptions, HeadTrainer, HeadTrainingArguments, MethodSection
 from hf_speculate_training.data import Collator, RowDataset, prepare_data

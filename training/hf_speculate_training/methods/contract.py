@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_speculate.drafting import Drafter, SavedHead
-from hf_speculate.models import GenerativeModel
 from hf_speculate.speculator import load_installed
+from hf_speculate.target import GenerativeModel
 
 from ..data import Batch
 from ..names import check_method, installed_methods

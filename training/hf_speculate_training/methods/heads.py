@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import output_layer, output_rows
+from hf_speculate.target import GenerativeModel, output_layer, output_rows, unwrap
 from hf_speculate_plugins.checkpoints import NEUTRAL, LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_speculate.scoring import is_dense
+from hf_speculate.target import is_dense
 
 
 # Elements of a block of logits; 2**24 in fp32 are 64 MiB.

@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import is_dense, last_device
 from hf_speculate.speculator import local_folder
+from hf_speculate.target import GenerativeModel, is_dense, last_device
 from hf_speculate_plugins.medusa import MedusaDrafter, MedusaHeads, MedusaOptions
 
 from ..data import Batch

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from hf_speculate.errors import CheckpointError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate_plugins.mtp import MtpDrafter, MtpHead, MtpOptions, Source, load_head, new_head, num_layers_of
 
 from .contract import NoOptions

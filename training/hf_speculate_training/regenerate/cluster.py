@@ -19,7 +19,7 @@ import torch
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.messages import get_logger
-from hf_speculate.models import unwrap
+from hf_speculate.target import unwrap
 from hf_speculate_tools.commands import make_spec, parse_spec
 
 from ..target import TargetSection, load_target, load_tokenizer

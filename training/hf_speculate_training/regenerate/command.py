@@ -157,7 +157,7 @@ def regenerate_command(
     import torch
     from transformers.utils import logging
 
-    from hf_speculate.models import unwrap
+    from hf_speculate.target import unwrap
 
     from ..data import HeldOut, load_records
     from ..target import TargetSection, load_config, load_target, load_tokenizer
@@ -255,7 +255,7 @@ def _device(name: str | None) -> torch.device:
 def _speculator(text: str, model: nn.Module) -> Speculator | None:
     if text == "none":
         return None
-    from hf_speculate.models import unwrap
+    from hf_speculate.target import unwrap
     from hf_speculate_tools.commands import make_spec
 
     return make_spec(parse_spec(_spec(text)), unwrap(model))

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import unwrap
 
 from ..data import Encoder
 from ..target import target_fingerprint

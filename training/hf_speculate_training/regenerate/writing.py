@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import unwrap
 from hf_speculate.speculator import Speculator
+from hf_speculate.target import unwrap
 
 from ..data import HeldOut
 from .answers import Job, prompt_digest

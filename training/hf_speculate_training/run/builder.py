@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Subset
 from transformers import TrainingArguments, set_seed
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import unwrap
 from hf_speculate.request import check_drafting
+from hf_speculate.target import unwrap
 from hf_speculate_tools.commands import read_prompts, tokenize
 
 from ..data import Collator, DataOptions, PreparedData, RowDataset, Source, prepare_data

@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.models import GenerativeModel, unwrap
 from hf_speculate.speculator import Speculator, without_verdicts
 from hf_speculate.stats import SpeculationStats
+from hf_speculate.target import GenerativeModel, unwrap
 
 from ..methods import TrainingMethod
 from ..target import is_sharded

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
+from hf_speculate.attention import tree_backends
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.models import GenerativeModel, unwrap
-from hf_speculate.scoring import tree_backends
+from hf_speculate.target import GenerativeModel, unwrap
 from hf_speculate_tools.hub import check_upload
 
 from ..data import NO_DOCUMENT, Batch, RowDataset

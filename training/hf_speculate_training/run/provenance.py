@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, replace_files, text_writer
-from hf_speculate.models import unwrap
+from hf_speculate.target import unwrap
 from hf_speculate_gguf import packing_report
 from hf_speculate_plugins.origin import PROVENANCE_FILE, describe_identity
 from hf_speculate_tools.commands import environment

@@ -15,9 +15,8 @@ from typing import Any
 from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import unwrap
-from hf_speculate.scoring import adapter_fingerprints
 from hf_speculate.speculator import AutoSpeculator, without_verdicts
+from hf_speculate.target import adapter_fingerprints, unwrap
 from hf_speculate_plugins.origin import read_provenance
 from hf_speculate_tools.check import measure_calibration
 from hf_speculate_tools.hub import CURVES_FILE, card_facts, push_folder, write_card

@@ -24,10 +24,10 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from hf_speculate.attention import tree_backends
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
-from hf_speculate.models import unwrap
-from hf_speculate.scoring import adapter_fingerprints, tree_backends
+from hf_speculate.target import adapter_fingerprints, unwrap
 from hf_speculate_tools.hub import card_facts, push_folder, write_card
 
 from ..data import NO_DOCUMENT, Batch, Collator, DataOptions

@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, read_json, replace_files, user_path
 from hf_speculate.messages import get_logger
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 
 from ..data import Collator, Row, RowDataset, content_fingerprint, documents_fingerprint
 from ..sections import validated

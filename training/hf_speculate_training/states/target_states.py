@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from hf_speculate.attention import tree_backends
 from hf_speculate.drafting import FeatureTaps, check_taps
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.models import GenerativeModel, decoder_of, unwrap
-from hf_speculate.scoring import output_layer, takes_position_ids, tree_backends
+from hf_speculate.target import GenerativeModel, decoder_of, output_layer, takes_position_ids, unwrap
 
 from ..data import Batch
 

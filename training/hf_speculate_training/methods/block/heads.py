@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hf_speculate.models import GenerativeModel
-from hf_speculate.scoring import embedding_layer, embedding_rows, last_device, output_layer
 from hf_speculate.speculator import local_folder
+from hf_speculate.target import GenerativeModel, embedding_layer, embedding_rows, last_device, output_layer
 from hf_speculate_plugins.block import BlockHead, BlockSpec, check_fits, load_head
 
 from ...sections import RecipeError

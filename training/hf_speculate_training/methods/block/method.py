@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PretrainedConfig
 
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate_plugins.block import BlockDrafter, BlockHead, BlockOptions
 
 from ...data import Batch

@@ -17,7 +17,7 @@ from torch.nn.functional import smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-from hf_speculate.models import GenerativeModel
+from hf_speculate.target import GenerativeModel
 from hf_speculate_plugins.eagle import EagleDrafter, EagleHead, EagleOptions
 from hf_speculate_plugins.heads import FeedingHead
 

@@ -1,0 +1,24 @@
+"""The forwards of a target: a `Scorer` makes the inputs of a draft tree, and a `Forward` runs them.
+
+It runs plainly, as a captured graph (`graph`), bit for bit as single steps (`exact`), or from saved states of recurrent
+layers (`recurrent`).
+"""
+
+from .exact import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
+from .exact import exact_scorer as exact_scorer
+from .exact import exact_sizes as exact_sizes
+from .graph import NODE_BUCKETS as NODE_BUCKETS
+from .graph import StaticUse as StaticUse
+from .graph import compiled as compiled
+from .graph import problem_with_recording as problem_with_recording
+from .graph import problem_with_static as problem_with_static
+from .graph import width_for as width_for
+from .recurrent import has_recurrent_layers as has_recurrent_layers
+from .recurrent import target_scorer as target_scorer
+from .recurrent import target_shape as target_shape
+from .scorer import Forward as Forward
+from .scorer import Nodes as Nodes
+from .scorer import Scorer as Scorer
+from .tree_forward import Along as Along
+from .tree_forward import text_entries as text_entries
+from .tree_forward import text_mask as text_mask

@@ -1,0 +1,333 @@
+"""One forward of a causal LM over a draft tree: inputs, positions, masks, cache.
+
+The decoding loop uses it for the target, and drafters for a causal LM of their own. It works with any decoder-only
+model whose forward takes a 4-D mask, position ids and a `Cache`; no code here names an architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention import Mask, TreeAttention, TreeMask, num_left_padding, takes_tree_masks, tree_backends, visible_prefix
+from ..cache import PreallocatedLayer, TreeCache, as_cache
+from ..target import (
+    GenerativeModel,
+    LayerType,
+    Shape,
+    counts_along_cache,
+    ignores_masks,
+    input_device,
+    layer_types_of,
+    may_hold_rows,
+    takes_position_ids,
+)
+from ..transfers import to_device
+from ..tree import DraftTree, node_depths
+
+
+# Context length at which copying a row of the cache costs as much as running it in one forward over a tree. (One CPU
+# core, bf16, 8 nodes: 3 000 for a model of 16M parameters, 10 000 for one of 0.5B.)
+_COPY_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a tree that a forward runs.
+
+    Attributes:
+        tree: draft tree of the rows that the cache holds (`TreeCache.rows`); a chain if the scorer's shape is "chain".
+        root_positions: position id of the root of each row of the batch.
+        num_cached: number of nodes already appended by calls since the last commit; only later nodes are run. A drafter
+            grows its tree this way, level by level.
+        forward_kwargs: further keyword arguments of this forward.
+    """
+
+    tree: DraftTree
+    root_positions: Sequence[int]
+    num_cached: int
+    forward_kwargs: Mapping[str, Any]
+
+
+class Forward:
+    """A plain forward of the model over nodes, with the mask of their tree.
+
+    It is the reference for `ExactForward`, `StaticForward`, `RecurrentForward` and `RecomputingForward`.
+
+    Class attributes:
+        can_leave_rows_out: whether the number of rows may change.
+        needs_equal_rows: whether all rows must have the same length.
+        widths: numbers of nodes to which trees are padded, ascending; empty if they are not.
+        takes_unread: whether trees may come as they lie on the device (`DraftTree.unread`).
+        keeps_backends: whether attention must use the backends of plain `generate`, to get the same bits.
+    """
+
+    can_leave_rows_out = True
+    needs_equal_rows = False
+    takes_unread = False
+    widths: Sequence[int] = ()
+    keeps_backends = False
+
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+        """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes."""
+        mask = scorer.arranged_mask(nodes)
+        output = scorer.run_model(nodes, mask)
+        scorer.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
+        return output
+
+    def takes_root_only(self, scorer: Scorer) -> bool:
+        """Whether the next forward can only be a plain decoding step."""
+        return False
+
+    def settle(self, scorer: Scorer) -> None:
+        """Advances the cache to everything committed, if it lags behind."""
+
+
+_PLAIN = Forward()
+
+
+class Scorer:
+    """Scores draft trees with a causal LM on one cache, in which rows have their own lengths.
+
+    It builds the inputs of a forward; a `Forward` runs them.
+
+    Args:
+        model: causal LM that scores.
+        cache: tree cache of the model.
+        prompt_mask: bool or int [B, M0], False for left padding and holes among the first M0 cache entries; None when
+            all are real.
+        shape: "tree", or "chain" for attentions that take no tree mask.
+        forward_kwargs: further keyword arguments of every forward.
+        token_kwargs: arguments among `forward_kwargs` with a value for each token: [B, 1], the value for a row's new
+            tokens.
+        forward: forward that runs the model.
+
+    Attributes:
+        has_windows: whether some layers do not see the whole text.
+        position_offsets: int64 [kinds, B, 1], what position ids of each kind have more than a text's; None if the model
+            has one kind. Set before the first forward.
+        sums_masked: whether the last forward may have added masked entries, with the weight 0.
+        num_columns: width of the model's logits, once the prompt has run.
+        num_rerun: number of committed tokens that the last forward ran again before the nodes.
+        whole_output: states and attentions of the last forward if it ran the whole text; else None.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        cache: TreeCache,
+        prompt_mask: Tensor | None = None,
+        shape: Shape = "tree",
+        forward_kwargs: Mapping[str, Any] | None = None,
+        token_kwargs: Mapping[str, Tensor] | None = None,
+        forward: Forward = _PLAIN,
+    ):
+        self.model = model
+        self.forward = forward
+        self.sums_masked, self.num_columns, self.num_rerun, self.whole_output = True, 0, 0, None
+        self.cache = cache
+        self.cache.mover = getattr(vars(model).get("forward"), "move_entries", None)
+        self.shape = shape
+        self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
+        self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
+        self._num_idle = 0
+        self.forward_kwargs = dict(forward_kwargs or {})
+        self.token_kwargs = dict(token_kwargs or {})
+        self.layer_types = layer_types_of(model)
+        self.has_windows = any(layer_type.window is not None for layer_type in self.layer_types)
+        self.takes_position_ids = takes_position_ids(model)
+        self.position_offsets: Tensor | None = None
+        self.device = input_device(model)
+        self.attention = TreeAttention(model, self.device)
+
+    def __call__(
+        self,
+        tree: DraftTree,
+        root_positions: Sequence[int],
+        *,
+        num_cached: int = 0,
+        forward_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Scores nodes of `tree`. The cache then holds N appended, uncommitted entries a row. Arguments: see `Nodes`.
+
+        Returns:
+            The model's output for these rows. `logits` is [R, N - num_cached, V]; `logits[r, i]` scores the token after
+            node `num_cached + i`.
+        """
+        tree = tree if self.forward.takes_unread else tree.clamped
+        nodes = Nodes(tree, root_positions, num_cached, forward_kwargs or {})
+        with self.backends:
+            return self.forward.run(self, nodes)
+
+    @property
+    def backends(self) -> AbstractContextManager[None]:
+        """A context for forwards of the request: of its prompt and of trees."""
+        return nullcontext() if self.forward.keeps_backends else tree_backends(self.device)
+
+    def run_model(self, nodes: Nodes, mask: Mask | TreeMask) -> Any:
+        """The model's output for nodes under a mask."""
+        tokens, num_cached = nodes.tree.token_ids, nodes.num_cached
+        count = nodes.tree.num_nodes - num_cached
+        inputs = {**self.forward_kwargs, **nodes.forward_kwargs}
+        if self.takes_position_ids:
+            inputs["position_ids"] = self.of_all_kinds(self._positions(nodes))
+        if self.token_kwargs:
+            inputs |= self.for_tokens(count)
+        return self.model(
+            input_ids=to_device(tokens[:, num_cached:] if num_cached else tokens, self.device),
+            attention_mask=mask,
+            **as_cache(self.cache.cache),
+            use_cache=True,
+            logits_to_keep=count,
+            return_dict=True,
+            **inputs,
+        )
+
+    def arranged_mask(self, nodes: Nodes) -> Mask | TreeMask:
+        """The mask in the form for the model, or the tree alone if the model can take it."""
+        tree = nodes.tree
+        is_whole = self.shape == "tree" and not nodes.num_cached and tree.num_nodes > 1
+        if not is_whole or not self._sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
+            return self._mask_arranged(nodes)
+        return TreeMask(tree.host.parents, self.cache.append_index, partial(self._mask_arranged, nodes))
+
+    def _mask_arranged(self, nodes: Nodes) -> Mask:
+        mask = self.mask(nodes.tree, nodes.num_cached)
+        return self.attention.arrange(mask, nodes.tree.num_nodes, self._sees_prefix)
+
+    def of_all_kinds(self, positions: Tensor) -> Tensor:
+        """Position ids [R, N] of the present rows as the model takes them: [kinds, R, N] if it has several kinds."""
+        if self.position_offsets is None:
+            return positions
+        return positions + to_device(self.position_offsets[:, list(self.cache.rows)], self.device)
+
+    def _positions(self, nodes: Nodes) -> Tensor:
+        """Position ids of the nodes, int64 [R, N - num_cached]."""
+        tree, num_cached = nodes.tree, nodes.num_cached
+        roots = [[nodes.root_positions[row]] for row in self.cache.rows]
+        if tree.num_nodes == 1:
+            return to_device(roots, self.device)
+        if tree.is_small:
+            of_rows = zip(roots, tree.host.parents, strict=True)
+            found = [[root + depth for depth in node_depths(parents)[num_cached:]] for (root,), parents in of_rows]
+            return to_device(found, self.device)
+        depths = tree.plan.depths[:, num_cached:]
+        return to_device(to_device(roots, depths.device) + depths, self.device)
+
+    def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
+        """Sets further keyword arguments of every later forward."""
+        self.forward_kwargs = dict(forward_kwargs)
+
+    def for_tokens(self, count: int) -> dict[str, Tensor]:
+        """The `token_kwargs` of a forward over `count` tokens of the present rows."""
+        rows = list(self.cache.rows)
+        return {name: values[rows].expand(-1, count) for name, values in self.token_kwargs.items()}
+
+    @property
+    def needs_equal_rows(self) -> bool:
+        """Whether rows must have the same length: some part of the model counts along the cache or gets no mask."""
+        reaches_no_mask = self.has_windows or ignores_masks(self.model) or bool(counts_along_cache(self.model))
+        return self.forward.needs_equal_rows or (self.shape == "chain" and reaches_no_mask)
+
+    @property
+    def takes_root_only(self) -> bool:
+        """Whether the next forward can only be a plain decoding step."""
+        return self.forward.takes_root_only(self)
+
+    def leave_out(self, finished: Sequence[int]) -> bool:
+        """Takes finished rows out of the cache and the forwards, before a round.
+
+        Finished rows slow every forward down. Leaving them out copies the other rows, once. It happens as soon as the
+        rows have cost as much as the copy.
+
+        Args:
+            finished: indices of finished rows of the batch, not all rows.
+
+        Returns:
+            Whether any row has left now.
+        """
+        idle = set(self.cache.rows).intersection(finished)
+        if not idle or not self._can_leave_out:
+            return False
+        self._num_idle += len(idle)
+        if self._num_idle < (len(self.cache.rows) - len(idle)) * self.cache.append_index / _COPY_CONTEXT:
+            return False
+        self._num_idle = 0
+        self.cache.set_aside(idle)
+        return True
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        return self.forward.can_leave_rows_out and not may_hold_rows(self.model, self.forward_kwargs)
+
+    def settle(self) -> None:
+        """Advances the cache to everything committed, if it lags behind."""
+        self.forward.settle(self)
+
+    def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | dict[str, Tensor] | None:
+        """The attention mask of a forward over the nodes of `tree` from `num_cached` on.
+
+        Returns:
+            None for a root alone after a prefix without holes (the stock decoding step). int64 [B, M + N] for chains
+            under the model's own causal mask. Additive [B, 1, N - num_cached, M + N] for trees, by layer type if there
+            are several. M is the number of entries that the layers show.
+        """
+        num_prefix, num_nodes = self.cache.append_index, tree.num_nodes
+        visible = self._visible_prefix(num_prefix)
+        if visible is None and (num_nodes == 1 or self.shape == "chain"):
+            return None
+        if self.shape == "chain" and visible is not None:
+            return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
+        masks = {kind.name: self._tree_mask(tree, num_cached, visible, kind) for kind in self.layer_types}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _tree_mask(self, tree: DraftTree, num_cached: int, visible: Tensor | None, layer_type: LayerType) -> Tensor:
+        """The additive mask [B, 1, N - num_cached, M + N] for the layers of one type."""
+        dtype, device = self.attention_dtype, self.device
+        first, end = self.cache.visible_from(layer_type.layer_index), self.cache.append_index
+        num_prefix = end - first
+        mask = torch.zeros(
+            (tree.batch_size, 1, tree.num_nodes - num_cached, num_prefix + tree.num_nodes), dtype=dtype, device=device
+        )
+        if visible is not None:
+            mask[..., :num_prefix].masked_fill_(~visible[:, None, None, first:], torch.finfo(dtype).min)
+        mask[..., num_prefix:] = tree.plan.bias(dtype, device)[:, None, num_cached:]
+        if layer_type.hides_any(end + tree.max_depth + 1):
+            lengths = to_device(self.cache.present_lengths, device)[:, None]
+            nodes = lengths + to_device(tree.plan.depths, device)
+            prefix = torch.arange(first, end, device=device, dtype=torch.long).expand(tree.batch_size, -1)
+            seen = torch.cat([prefix, nodes], dim=1)
+            too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self.prompt_mask, device))
+            mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)
+        return mask
+
+    @property
+    def prompt_mask(self) -> Tensor | None:
+        """bool [R, M0] for the rows that the cache holds; None when all entries are real."""
+        if self._masked_rows is not self.cache.rows and self._whole_prompt_mask is not None:
+            mask = self._whole_prompt_mask[list(self.cache.rows)]
+            self._masked_rows, self._mask_of_rows = self.cache.rows, None if mask.all() else mask
+        return self._mask_of_rows
+
+    @property
+    def _sees_prefix(self) -> bool:
+        """Whether every node attends to all committed entries."""
+        return self.prompt_mask is None and not self.cache.is_ragged and not self.has_windows
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        """dtype of queries and keys, which `sdpa` requires of its mask. Under autocast it is not the model's."""
+        first = next((layer for layer in self.cache.cache.layers if isinstance(layer, PreallocatedLayer)), None)
+        return first.dtype if first is not None and first.is_initialized else self.model.dtype
+
+    def _visible_prefix(self, num_prefix: int) -> Tensor | None:
+        """bool [B, num_prefix], whether entries are real; None if all are."""
+        if self.prompt_mask is None and not self.cache.is_ragged:
+            return None
+        return visible_prefix(self.cache.present_lengths, self.prompt_mask, num_prefix, self.device)
