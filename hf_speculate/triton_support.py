@@ -1,4 +1,4 @@
-"""What every Triton kernel here needs: whether kernels run on this machine, and a check of their operands."""
+"""Support of Triton kernels: whether they run on this machine, and a check of their operands."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class TestValues:
     def test_they_are_read_with_parents_and_tokens_in_one_transfer(self):
         tree = self.TREE
         on_device = DraftTree(tree.token_ids, torch.tensor(tree.host.parents), max_depth=2, values=tree.values)
-        assert on_device.reading.read_with(torch.tensor([[9], [8]])) == [[9], [8]]
+        assert on_device.host_copy.read_with(torch.tensor([[9], [8]])) == [[9], [8]]
         assert on_device.host == tree.host
 
     def test_the_best_nodes_of_each_row(self):
@@ -328,8 +328,8 @@ class TestUnread:
         """They may be those of a part of the tree, and padding that is no tree may follow."""
         cut = tree.first(count - 1)
         padded = [[[*row[:count], *[-1] * 5] for row in each.tolist()] for each in (tree.token_ids, tree.parents)]
-        cut.reading.supply([*padded, [[0.0] * (count + 5)] * 2], count)
+        cut.host_copy.supply([*padded, [[0.0] * (count + 5)] * 2], count)
         assert cut.host.token_ids == tree.token_ids[:, :count].tolist()
         assert cut.host.parents == tree.parents[:, :count].tolist()
-        assert ("host" in vars(tree.reading)) == (count == 4)
+        assert ("host" in vars(tree.host_copy)) == (count == 4)
         assert tree.host.token_ids == tree.token_ids.tolist()

@@ -15,11 +15,11 @@ from .grouped import kernel_fits as kernel_fits
 from .grouped import placed as placed
 from .grouped import takes_tree_masks as takes_tree_masks
 from .grouped import uninstall_attention as uninstall_attention
+from .per_node import PerNodeAttention as PerNodeAttention
 from .per_node import Sizes as Sizes
-from .per_node import Walk as Walk
+from .per_node import attending_per_node as attending_per_node
 from .per_node import depth_first as depth_first
 from .per_node import no_mask as no_mask
-from .per_node import walking as walking
 from .prefix import num_left_padding as num_left_padding
 from .prefix import prompt_starts as prompt_starts
 from .prefix import visible_prefix as visible_prefix

@@ -6,7 +6,7 @@ stacked as more query *rows* of that head. "folded" is the same kernel over `[B,
 mask repeated for the G heads of a group. A root alone needs no mask. Stock then lets the kernel share KV heads
 (`enable_gqa`), which on a CPU reads them once for each query head.
 
-On GPUs a recorded forward passes no mask at all, but the place of the tree (`placed`), to a kernel that splits the keys
+On GPUs a captured forward passes no mask at all, but the place of the tree (`placed`), to a kernel that splits the keys
 (`tree_kernel`).
 
 The mask itself shows its form: folded ones are 4-D with G x N rows for N queries (`fold`), or have no columns if
@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..compatibility import incompatible
 from ..errors import SpeculateError
 from ..target import GenerativeModel, decoder_of
-from .per_node import current_walk, is_walked
+from .per_node import current_per_node, is_per_node
 from .tree_kernel import TreePlace, has_kernel, tree_attention
 
 
@@ -105,7 +105,7 @@ class TreeAttention:
         self.groups = max(head_groups(model), 1)
         self.form: MaskForm = "folded" if wanted == "folded" and self.groups > 1 else "stock"
 
-    def static_form(self, dtype: torch.dtype) -> MaskForm:
+    def captured_form(self, dtype: torch.dtype) -> MaskForm:
         """The form for forwards of static shape, whose queries and keys have this dtype."""
         return "kernel" if self._is_known and kernel_fits(dtype, self._device) else self.form
 
@@ -247,8 +247,8 @@ def grouped_sdpa(
     Returns:
         [B, N, heads, D] and None.
     """
-    if is_walked(attention_mask):
-        return current_walk().attend(sdpa_attention_forward, module, query, key, value, **kwargs)
+    if is_per_node(attention_mask):
+        return current_per_node().attend(sdpa_attention_forward, module, query, key, value, **kwargs)
     num_queries, num_keys = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 4 and not attention_mask.shape[2]:
         return _attend_at_place(module, query, key, value, **kwargs)

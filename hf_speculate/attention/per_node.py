@@ -36,7 +36,7 @@ Visit = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Walk:
+class PerNodeAttention:
     """The order in which one forward over a tree computes the attention of its nodes.
 
     Attributes:
@@ -109,7 +109,7 @@ class Walk:
 
 
 class _Entries:
-    """The entries of one row in one layer during a walk.
+    """The entries of one row in one layer while the nodes are computed.
 
     Args:
         keys, values: [1, KV heads, base + N, D].
@@ -175,7 +175,7 @@ def _in_pieces(states: Tensor, sizes: Sequence[int], *args: Any, **kwargs: Any) 
     return torch.cat(pieces).view(*states.shape[:-1], -1)
 
 
-_walk: ContextVar[Walk | None] = ContextVar("hf_speculate_exact_walk", default=None)
+_current: ContextVar[PerNodeAttention | None] = ContextVar("hf_speculate_per_node", default=None)
 
 
 def no_mask(device: torch.device) -> Tensor:
@@ -183,31 +183,31 @@ def no_mask(device: torch.device) -> Tensor:
     return torch.empty(1, 1, 1, 0, device=device, dtype=torch.float32)
 
 
-def is_walked(mask: Tensor | None) -> bool:
+def is_per_node(mask: Tensor | None) -> bool:
     """Whether a forward with this mask is an exact one. Traced graphs of other forwards run only this check."""
     return mask is not None and mask.shape[2:] == (1, 0)
 
 
-def current_walk() -> Walk:
-    """The walk of the exact forward that is running on this thread."""
-    walk = _walk.get()
-    assert walk is not None
-    return walk
+def current_per_node() -> PerNodeAttention:
+    """The attention of the exact forward that is running on this thread."""
+    attention = _current.get()
+    assert attention is not None
+    return attention
 
 
 @contextmanager
-def walking(walk: Walk, sizes: Sizes) -> Iterator[None]:
+def attending_per_node(attention: PerNodeAttention, sizes: Sizes) -> Iterator[None]:
     """A context for a forward over a tree with exact attention and products."""
-    token = _walk.set(walk)
+    token = _current.set(attention)
     try:
         with ExitStack() as around:
             if sizes:
                 around.enter_context(RowwiseProducts(sizes))
-            if walk.mask_dtype is not None:
-                around.enter_context(_eager.walked())
+            if attention.mask_dtype is not None:
+                around.enter_context(_eager.replaced())
             yield
     finally:
-        _walk.reset(token)
+        _current.reset(token)
 
 
 class _Eager:
@@ -221,7 +221,7 @@ class _Eager:
         self._stock: Any = None
 
     @contextmanager
-    def walked(self) -> Iterator[None]:
+    def replaced(self) -> Iterator[None]:
         with self._lock:
             self._num_running += 1
             if self._num_running == 1:
@@ -231,7 +231,7 @@ class _Eager:
                     self: transformers.AttentionInterface, attn_implementation: str, default: Attention
                 ) -> Attention:
                     found = stock(self, attn_implementation, default)
-                    return _walked(found) if attn_implementation == "eager" else found
+                    return _attend_per_node(found) if attn_implementation == "eager" else found
 
                 transformers.AttentionInterface.get_interface = interface
         try:
@@ -246,12 +246,12 @@ class _Eager:
 _eager = _Eager()
 
 
-def _walked(stock: Attention) -> Attention:
+def _attend_per_node(stock: Attention) -> Attention:
     """An attention that computes node by node in exact forwards, and as stock in all others."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-        if isinstance(attention_mask, Tensor) and is_walked(attention_mask):
-            return current_walk().attend(stock, module, query, key, value, **kwargs)
+        if isinstance(attention_mask, Tensor) and is_per_node(attention_mask):
+            return current_per_node().attend(stock, module, query, key, value, **kwargs)
         return stock(module, query, key, value, attention_mask, **kwargs)
 
     return attend

@@ -6,7 +6,7 @@ The query heads of a KV head and the nodes are the rows of a program and share e
 needs a mask.
 
 The host reads shapes only. Each program reads the lengths on the device and takes its share of the visible prefix. So a
-CUDA graph can record both kernels, and each replay uses the lengths of its moment. The first call for a dtype, head
+CUDA graph can hold both kernels, and each replay uses the lengths of its moment. The first call for a dtype, head
 size, layout and block of rows (16, 32 or 64) compiles for seconds: it must come before the capture. With
 TRITON_INTERPRET=1 in the environment, Triton's interpreter runs the kernels on a CPU.
 """
@@ -79,7 +79,7 @@ def has_kernel() -> bool:
 def num_splits(batch_size: int, num_kv_heads: int, num_blocks: int, capacity: int, num_processors: int = 132) -> int:
     """Number of splits of the prefix: enough programs for all multiprocessors, but at least 128 entries per split.
 
-    It depends on shapes alone, so a recorded kernel fits every length.
+    It depends on shapes alone, so a captured kernel fits every length.
 
     Args:
         batch_size, num_kv_heads, capacity: shape of the KV buffers.

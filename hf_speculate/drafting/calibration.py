@@ -17,7 +17,7 @@ CALIBRATION_FILE = "calibration.json"
 _MAX_BYTES = 1 << 20
 
 # Decay of the statistics after every round: a memory of about 30 rounds. Between 0.95 and 0.99 no value was clearly
-# better on recorded rounds.
+# better on captured rounds.
 MEMORY = 0.97
 # Weight of the prior, in nodes. Between 2 and 16, less is better for long texts.
 _PRIOR_WEIGHT = 3.0

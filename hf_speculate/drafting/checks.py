@@ -64,7 +64,7 @@ class DraftChecks:
         depth = min(max(max_depth, 0), tree.num_nodes - 1)
         admitted = DraftTree(tree.token_ids, parents, depth, values=tree.values)
         admitted.unread = HostFacts(roots, self._vocab_size)
-        admitted.reading.through(tree.reading, checked)
+        admitted.host_copy.through(tree.host_copy, checked)
         return admitted
 
     def _on_host(self, tree: DraftTree, roots: Sequence[int]) -> DraftTree:
@@ -149,7 +149,7 @@ class DraftChecks:
 
 def _as_it_is(tree: DraftTree) -> DraftTree:
     """A new tree from its tensors: these may have changed since it was derived from another tree."""
-    if not tree.reading.is_derived:
+    if not tree.host_copy.is_derived:
         return tree
     parents = tree.parents
     max_depth = tree.max_depth if isinstance(parents, Tensor) else None

@@ -136,8 +136,8 @@ class SavedHead:
 class Drafter(ABC):
     """Weights and options of a drafting method; threads and requests may share it.
 
-    If the user asked for compiled forwards, `DraftRequest.compiler` is set. A drafter may pass it functions of static
-    shapes (`hf_speculate.compilation.Compiler.run`, with tensors from its `Buffers`), or ignore it.
+    Where forwards are captured or compiled, `DraftRequest.graph_runner` is set. A drafter may pass it functions of
+    static shapes (`hf_speculate.graphs.GraphRunner.run`, with tensors from its `Buffers`), or ignore it.
 
     Class attributes:
         name: name of the entry point.
@@ -231,6 +231,12 @@ class Drafter(ABC):
 
     def check_target(self, target: GenerativeModel) -> None:
         """Raises `TargetMismatchError` if this drafter does not fit `target`. Called before every request."""
+
+    def prepare(self, target: GenerativeModel) -> None:
+        """Makes what the first request would make, so that it need not wait. Called once, after loading.
+
+        What takes a compiler is left to the first request, which says what it waits for. The default does nothing.
+        """
 
     def forget(self) -> None:
         """Drops the texts kept from earlier requests. A benchmark calls it before it repeats its requests."""

@@ -21,7 +21,7 @@ from .ranking import rank_children
 
 
 if TYPE_CHECKING:
-    from ..graphs import Compiler
+    from ..graphs import GraphRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class DraftRequest:
         num_earlier: number of tokens in the cache that are not in `input_ids` (for a turn given as new tokens only).
         earlier_ids: token ids of these; None if unknown. Known for one row only.
         adaptive: whether the amount drafted may depend on measured time.
-        compiler: compiler for forwards of static shapes; None without `compile=`. The target's forwards are already
-            compiled; a drafter may compile its own (`Compiler.run`).
+        graph_runner: runner of functions of static shapes; None if nothing is captured or compiled. A drafter may
+            capture its own functions (`GraphRunner.run`).
         adapters: names of the target's active PEFT adapters, "" for none (`active_adapters`). What a drafter learns
             about acceptance holds for these only.
         processors: the request's logits processors, to be read, not called: their state belongs to the emitted text.
@@ -61,7 +61,7 @@ class DraftRequest:
     num_earlier: int = 0
     earlier_ids: Sequence[int] | None = None
     adaptive: bool = True
-    compiler: Compiler | None = None
+    graph_runner: GraphRunner | None = None
     adapters: str = ""
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
 

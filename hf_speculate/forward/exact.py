@@ -1,4 +1,4 @@
-"""The forward over a draft tree that is bit for bit stock's single steps (`walk`), and the test that it is."""
+"""The forward over a draft tree that equals stock's single steps bit for bit, and the test that it does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..attention import Sizes, Walk, depth_first, no_mask, walking
+from ..attention import PerNodeAttention, Sizes, attending_per_node, depth_first, no_mask
 from ..cache import TreeCache, as_cache, is_indexable
 from ..target import (
     GenerativeModel,
@@ -59,7 +59,7 @@ class ExactForward(Forward):
         tree, cache = nodes.tree, scorer.cache
         if nodes.num_cached:
             raise ValueError("an exact forward runs a whole tree.")
-        walk = Walk(
+        attention = PerNodeAttention(
             base=cache.append_index,
             visits=[depth_first(parents) for parents in tree.host.parents],
             lengths=cache.present_lengths,
@@ -71,7 +71,7 @@ class ExactForward(Forward):
         sizes = {shape: of_shape for shape, of_shape in self._sizes.items() if rows not in of_shape}
         mask = no_mask(scorer.device)
         kinds = scorer.layer_types
-        with walking(walk, sizes if rows > 1 else {}):
+        with attending_per_node(attention, sizes if rows > 1 else {}):
             return scorer.run_model(nodes, {kind.name: mask for kind in kinds} if len(kinds) > 1 else mask)
 
 

@@ -1,4 +1,4 @@
-"""Scoring of trees with static shapes, so that the target's forward can be recorded as a CUDA graph, or compiled.
+"""Scoring of trees with static shapes, so that the target's forward can be captured as a CUDA graph, or compiled.
 
 A graph is for one number of nodes, one cache capacity and one batch size. Trees are padded to the next of a few sizes,
 and cache buffers have a power of two of entries. Everything else comes in as tensors with fixed addresses (`buffers`),
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import MaskForm, prompt_starts
 from ..cache import PreallocatedLayer, as_cache
-from ..graphs import Buffers, Compiler, PromptMasks, capacity_for, is_recordable, lease_of, pool_of
+from ..graphs import Buffers, GraphRunner, PromptMasks, can_capture, capacity_for, lease_of, pool_of
 from ..target import has_foreign_hooks, has_length_dependent_rope, has_native_layers, num_embeddings
 from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
@@ -57,7 +57,7 @@ class ChoiceInputs(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticUse:
+class GraphUse:
     """A request's use of its scored trees.
 
     Attributes:
@@ -75,28 +75,28 @@ class StaticUse:
     shows_cache: bool = False
 
 
-def compiled(scorer: Scorer, compiler: Compiler, use: StaticUse) -> Scorer:
-    """The scorer, changed to record or compile its forwards where possible.
+def with_graphs(scorer: Scorer, runner: GraphRunner, use: GraphUse) -> Scorer:
+    """The scorer, changed to capture or compile its forwards where possible.
 
     Args:
-        compiler: compiler of the request.
+        runner: graph runner of the request.
         use: the request's use of scored trees.
     """
     if has_native_layers(scorer.model):
         return scorer
-    problem = problem_with_static(scorer)
-    if use.last_layer is not None and compiler.backend is not None:
+    problem = problem_with_graph(scorer)
+    if use.last_layer is not None and runner.backend is not None:
         problem = "the drafter reads the last layer by a hook, which breaks the graph"
-    if is_recordable(scorer.device):
-        problem = problem or problem_with_recording(scorer.model)
+    if can_capture(scorer.device):
+        problem = problem or problem_with_capture(scorer.model)
     if problem:
-        compiler.refuse(problem)
+        runner.refuse(problem)
         return scorer
-    scorer.forward = StaticForward(scorer, compiler, use)
+    scorer.forward = GraphForward(scorer, runner, use)
     return scorer
 
 
-def problem_with_static(scorer: Scorer) -> str:
+def problem_with_graph(scorer: Scorer) -> str:
     """The reason why forwards of `scorer` cannot be captured; "" if they can."""
     model, name = scorer.model, type(scorer.model).__name__
     if type(scorer.forward) is not Forward or scorer.shape != "tree" or scorer.has_windows:
@@ -112,19 +112,19 @@ def problem_with_static(scorer: Scorer) -> str:
     return ""
 
 
-def problem_with_recording(model: Any) -> str:
+def problem_with_capture(model: Any) -> str:
     """The reason why forwards of `model` would not be the same if they were replayed; "" if they are."""
     if has_foreign_hooks(model):
         return "hooks on the model, which a replay would not call"
     return "the model is in training mode" if model.training else ""
 
 
-class StaticForward(Forward):
-    """A recorded or compiled forward.
+class GraphForward(Forward):
+    """A captured or compiled forward.
 
     Args:
-        scorer: scorer whose inputs it runs. `problem_with_static` must be "" for it.
-        compiler: compiler of the request.
+        scorer: scorer whose inputs it runs. `problem_with_graph` must be "" for it.
+        runner: graph runner of the request.
         use: the request's use of scored trees.
     """
 
@@ -132,8 +132,8 @@ class StaticForward(Forward):
     takes_unread = True
     widths = NODE_BUCKETS
 
-    def __init__(self, scorer: Scorer, compiler: Compiler, use: StaticUse):
-        self._compiler, self._use = compiler, use
+    def __init__(self, scorer: Scorer, runner: GraphRunner, use: GraphUse):
+        self._runner, self._use = runner, use
         self._pool = pool_of(scorer.model)
         self._vocab_size = num_embeddings(scorer.model)
         self._prompts = PromptMasks()
@@ -146,7 +146,7 @@ class StaticForward(Forward):
         tree, cache = nodes.tree, scorer.cache
         options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
         if problem := self._problem(scorer, nodes, options):
-            self._compiler.refuse(problem)
+            self._runner.refuse(problem)
             return self._plain(scorer, nodes)
         num_nodes, num_prefix = tree.num_nodes, cache.append_index
         choice = self._choice(tree)
@@ -157,7 +157,7 @@ class StaticForward(Forward):
             (tree.batch_size, width, capacity_for(max(num_prefix + width, reserved)), *form)
             for width in _widths(num_nodes)
         ]
-        key: Any = self._compiler.choose(scorer.model, tree_forward, keys)
+        key: Any = self._runner.choose(scorer.model, tree_forward, keys)
         _, width, capacity = key[:3]
 
         def inputs() -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ class StaticForward(Forward):
         def plain() -> Any:
             return self._plain(scorer, nodes)
 
-        result = self._compiler.run(scorer.model, scorer.device, key, tree_forward, inputs, plain)
+        result = self._runner.run(scorer.model, scorer.device, key, tree_forward, inputs, plain)
         if type(result) is not dict:  # that of the plain forward
             return result
         for layer in _layers(scorer):
@@ -210,8 +210,8 @@ class StaticForward(Forward):
         """Form of masks, query heads for each KV head, dtype of masks. Found out once a request."""
         if self._form is None:
             form, dtype = scorer.attention.form, scorer.attention_dtype
-            if self._compiler.backend is None and self._prompt_starts(scorer) is not None:
-                form = scorer.attention.static_form(dtype)
+            if self._runner.backend is None and self._prompt_starts(scorer) is not None:
+                form = scorer.attention.captured_form(dtype)
             self._form = form, scorer.attention.groups, dtype
         return self._form
 
@@ -270,7 +270,7 @@ class StaticForward(Forward):
 
 
 def _plan(buffers: Buffers, scorer: Scorer, nodes: Nodes, width: int) -> Tensor:
-    """The plan of `StaticNodes`. A tree that is on the device is copied into it there, unread."""
+    """The plan of `GraphNodes`. A tree that is on the device is copied into it there, unread."""
     tree, cache = nodes.tree, scorer.cache
     rows, missing = [], [0] * (width - tree.num_nodes)
     for row, length in enumerate(cache.present_lengths):

@@ -58,7 +58,7 @@ class Nodes:
 class Forward:
     """A plain forward of the model over nodes, with the mask of their tree.
 
-    It is the reference for `ExactForward`, `StaticForward`, `RecurrentForward` and `RecomputingForward`.
+    It is the reference for `ExactForward`, `GraphForward`, `RecurrentForward` and `RecomputingForward`.
 
     Class attributes:
         can_leave_rows_out: whether the number of rows may change.

@@ -1,4 +1,4 @@
-"""One forward over a tree as a function of tensors with fixed shapes and addresses, so that it can be recorded.
+"""One forward over a tree as a function of tensors with fixed shapes and addresses, so that it can be captured.
 
 Everything that changes from round to round comes in as tensors: where rows end, the tokens and parents of the nodes,
 how many of them there are. Positions, mask and slots are made inside. If the request's sampler can choose all tokens at
@@ -72,7 +72,7 @@ class ScoredTable:
 
 
 @dataclass(frozen=True)
-class Along:
+class AcceptedPath:
     """The accepted path of every row, found on the device.
 
     Attributes:
@@ -84,7 +84,9 @@ class Along:
     counts: Int[Tensor, " B"]
 
     @classmethod
-    def of(cls, tokens: Int[Tensor, "B W"], parents: Int[Tensor, "B W"], plan: TreePlan, chosen: Tensor) -> Along:
+    def of(
+        cls, tokens: Int[Tensor, "B W"], parents: Int[Tensor, "B W"], plan: TreePlan, chosen: Tensor
+    ) -> AcceptedPath:
         """The path that `chosen` [B, W], the token after each node, leads down."""
         fits = (tokens == chosen.gather(1, parents.clamp(min=0))) & (parents >= 0)
         fits |= parents == ROOT_PARENT
@@ -133,7 +135,7 @@ def text_mask(
 
 
 @dataclass(frozen=True)
-class StaticNodes:
+class GraphNodes:
     """The nodes of a tree as tensors of static shape, read from a plan [B, NODES + 2 W].
 
     Attributes:
@@ -154,7 +156,7 @@ class StaticNodes:
     slots: Tensor
 
     @classmethod
-    def of(cls, plan: Int[Tensor, "B K"], vocab_size: int) -> StaticNodes:
+    def of(cls, plan: Int[Tensor, "B K"], vocab_size: int) -> GraphNodes:
         width = (plan.shape[1] - NODES) // 2
         numbers = torch.arange(width, device=plan.device, dtype=torch.long)
         raw_tokens, raw_parents = plan[:, NODES : NODES + width], plan[:, NODES + width :]
@@ -187,7 +189,7 @@ def tree_forward(
 
     Args:
         last_layer: layer whose output is wanted before the final norm; None if it is not.
-        inputs: `plan` [B, NODES + 2 W] and `prompt` [B, M] (`StaticNodes`); `starts` [B], the number of padding entries
+        inputs: `plan` [B, NODES + 2 W] and `prompt` [B, M] (`GraphNodes`); `starts` [B], the number of padding entries
             of each row, for the kernel; with a choice `values` [B, W] of the nodes, and its own inputs.
         options: further arguments of the forward.
         choice: choice of the tokens; None leaves it to the host.
@@ -198,7 +200,7 @@ def tree_forward(
         `logits` [B, W, V]; `hidden_states`, None or one for each layer; `last`, the output of `last_layer`. With a
         choice also `words` (`ScoredTable`), and `along`: the states along the accepted path, by layer.
     """
-    nodes = StaticNodes.of(inputs["plan"], vocab_size)
+    nodes = GraphNodes.of(inputs["plan"], vocab_size)
     cache = static_cache(stacks, nodes.slots)
     with _output_of(last_layer) as last, _masking(nodes, inputs, *attention) as mask:
         output = model(
@@ -213,7 +215,7 @@ def tree_forward(
     result = {"logits": output.logits, "hidden_states": output.hidden_states, "last": last[0] if last else None}
     if choice is not None:
         chosen, are_tainted = choice(output.logits, nodes.tokens, nodes.tree, inputs)
-        along = Along.of(nodes.tokens, nodes.parents, nodes.tree, chosen)
+        along = AcceptedPath.of(nodes.tokens, nodes.parents, nodes.tree, chosen)
         along.move(stacks, nodes.slots[0], nodes.lengths)
         bits = inputs["values"].view(torch.int32).long()
         result["words"] = torch.cat([chosen, are_tainted[:, None].long(), *nodes.raw, bits], dim=1)
@@ -227,7 +229,7 @@ def tree_forward(
 
 @contextmanager
 def _masking(
-    nodes: StaticNodes, inputs: Mapping[str, Tensor], form: MaskForm, groups: int, dtype: torch.dtype
+    nodes: GraphNodes, inputs: Mapping[str, Tensor], form: MaskForm, groups: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """A context that gives the mask of a forward, in the form for the model."""
     make_mask = partial(nodes.mask, inputs["prompt"], dtype)

@@ -1,6 +1,6 @@
 """Functions with static shapes: compiled, captured as CUDA graphs, or both; their tensors keep their addresses.
 
-`Compiler` keeps a bounded number of graphs for each module and falls back to the plain call. `buffers` lends the
+`GraphRunner` keeps a bounded number of graphs for each module and falls back to the plain call. `buffers` lends the
 tensors to one request after another. `cuda_graphs` captures functions, with or without a compiler. `fused` replaces
 small functions of a model by kernels while it is captured.
 """
@@ -15,8 +15,8 @@ from .buffers import padded as padded
 from .buffers import padded_mask as padded_mask
 from .buffers import pool_of as pool_of
 from .buffers import static_cache as static_cache
-from .cuda_graphs import Recordings as Recordings
-from .cuda_graphs import is_recordable as is_recordable
-from .graph_runner import Compiler as Compiler
-from .graph_runner import compiler_of as compiler_of
+from .cuda_graphs import CudaGraphs as CudaGraphs
+from .cuda_graphs import can_capture as can_capture
+from .graph_runner import GraphRunner as GraphRunner
 from .graph_runner import find_backend as find_backend
+from .graph_runner import graph_runner_for as graph_runner_for

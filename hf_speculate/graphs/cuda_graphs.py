@@ -1,15 +1,15 @@
-"""CUDA graphs of functions over tensors with fixed addresses: recorded at the second call, replayed from then on.
+"""CUDA graphs of functions over tensors with fixed addresses: captured at the second call, replayed from then on.
 
 A forward of a small model is some hundred kernels, and the host takes longer to launch them than the device to run
-them. A recording launches all of them at once. It needs no compiler and takes tens of milliseconds.
+them. A graph launches all of them at once. It needs no compiler and takes tens of milliseconds.
 
-A recording holds addresses: those of its arguments (`Buffers` keep theirs) and those of the weights. So it is looked up
+A graph holds addresses: those of its arguments (`Buffers` keep theirs) and those of the weights. So it is looked up
 by the addresses of the arguments and by the state of their modules (`state_of`), which the caller computes once a
 request. Do not change a model during a call.
 
-All recordings of a device share one pool of memory, because replays never overlap: one lock orders those of all
-threads, and a replay on another stream waits for the last one. A later recording may have its results where an earlier
-one has intermediate values, so results are copied to memory outside the pool. The next replay of the same recording
+All graphs of a device share one pool of memory, because replays never overlap: one lock orders those of all
+threads, and a replay on another stream waits for the last one. A later graph may have its results where an earlier
+one has intermediate values, so results are copied to memory outside the pool. The next replay of the same graph
 overwrites them, and no other one does.
 """
 
@@ -34,20 +34,20 @@ from ..messages import get_logger
 
 logger = get_logger(__name__)
 
-MAX_RECORDINGS = 32
-"""Largest number of recordings of one module. The one that was unused longest is freed."""
+MAX_CUDA_GRAPHS = 32
+"""Largest number of graphs of one module. The one that was unused longest is freed."""
 
 Function = Callable[..., Any]
 
 
-def is_recordable(device: torch.device) -> bool:
-    """Whether functions on `device` can be recorded."""
+def can_capture(device: torch.device) -> bool:
+    """Whether functions on `device` can be captured."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A recorded call.
+class CudaGraph:
+    """A captured call.
 
     Attributes:
         replay: function that runs it again, on what its arguments hold now.
@@ -58,29 +58,29 @@ class Recording:
     outputs: Any
 
 
-class Recordings:
-    """The recordings of one module's functions.
+class CudaGraphs:
+    """The graphs of one module's functions.
 
     Class attributes:
-        num_recorded: number of recordings made so far, of all modules.
-        num_warmed: number of calls so far that ran as they are, before a recording.
+        num_captured: number of graphs made so far, of all modules.
+        num_warmed: number of calls so far that ran as they are, before a capture.
     """
 
-    num_recorded: ClassVar[int] = 0
+    num_captured: ClassVar[int] = 0
     num_warmed: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, CudaGraph] = OrderedDict()
         self._warm: OrderedDict[Hashable, Any] = OrderedDict()  # kind -> results without data
-        self._unrecordable: set[Hashable] = set()
+        self._failed: set[Hashable] = set()
 
     def __len__(self) -> int:
-        return len(self._recordings)
+        return len(self._graphs)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the results of all recordings."""
-        return sum(tensor.nbytes for each in self._recordings.values() for tensor in tensors_in(each.outputs))
+        """Memory of the results of all graphs."""
+        return sum(tensor.nbytes for each in self._graphs.values() for tensor in tensors_in(each.outputs))
 
     def run(self, function: Function, kind: Hashable, arguments: Sequence[Any], device: torch.device) -> Any:
         """The result of `function(*arguments)`, computed by a replay from the second call on.
@@ -89,48 +89,46 @@ class Recordings:
             function: function that launches the same kernels at every call. It may change its arguments' tensors in
                 place, but nothing else.
             kind: everything that decides which kernels are launched. The first call of a kind runs as it is: libraries
-                load kernels and allocate workspaces, which a recording must not contain.
+                load kernels and allocate workspaces, which a capture must not contain.
             device: device of the computation.
         """
         with _LOCK:
-            if kind in self._unrecordable:
+            if kind in self._failed:
                 return function(*arguments)
             if kind not in self._warm:
                 results = function(*arguments)
                 self._warm[kind] = mapped(lambda tensor: torch.empty_like(tensor, device="meta"), results)
-                while len(self._warm) > 8 * MAX_RECORDINGS:
+                while len(self._warm) > 8 * MAX_CUDA_GRAPHS:
                     self._warm.popitem(last=False)
-                Recordings.num_warmed += 1
+                CudaGraphs.num_warmed += 1
                 return results
             key = kind, tuple(tensor.data_ptr() for tensor in tensors_in(arguments))
             try:
-                recording = self._recordings.get(key) or self._record(
-                    key, function, arguments, device, self._warm[kind]
-                )
+                graph = self._graphs.get(key) or self._capture(key, function, arguments, device, self._warm[kind])
             except Exception as error:
-                self._unrecordable.add(kind)
+                self._failed.add(kind)
                 heal(device)
                 name = getattr(function, "__name__", "a forward")
                 where = logger.isEnabledFor(logging.DEBUG)  # the first line names the error, the traceback its cause
-                logger.warning(f"{name} is not recorded: {first_line(error)}", exc_info=where)
+                logger.warning(f"{name} is not captured: {first_line(error)}", exc_info=where)
                 return function(*arguments)
-            self._recordings.move_to_end(key)
-            recording.replay()
-            return recording.outputs
+            self._graphs.move_to_end(key)
+            graph.replay()
+            return graph.outputs
 
-    def is_unrecordable(self, kind: Hashable) -> bool:
-        """Whether recording this kind has failed."""
-        return kind in self._unrecordable
+    def cannot_be_captured(self, kind: Hashable) -> bool:
+        """Whether capturing this kind has failed."""
+        return kind in self._failed
 
-    def _record(
+    def _capture(
         self, key: Hashable, function: Function, arguments: Sequence[Any], device: torch.device, like: Any
-    ) -> Recording:
-        while len(self._recordings) >= MAX_RECORDINGS:
-            self._recordings.popitem(last=False)
+    ) -> CudaGraph:
+        while len(self._graphs) >= MAX_CUDA_GRAPHS:
+            self._graphs.popitem(last=False)
         outputs = mapped(lambda tensor: torch.empty_like(tensor, device=device), like)
-        self._recordings[key] = record(function, arguments, device, outputs)
-        Recordings.num_recorded += 1
-        return self._recordings[key]
+        self._graphs[key] = capture(function, arguments, device, outputs)
+        CudaGraphs.num_captured += 1
+        return self._graphs[key]
 
 
 _LOCK = threading.RLock()
@@ -143,29 +141,29 @@ _last_streams: dict[torch.device, Any] = {}
 @cache
 def _capture_stream(device: torch.device) -> Any:
     """The stream of all captures, on which nothing else runs. So the workspace that cuBLAS keeps for it lies in the
-    pool of the recordings, and clearing workspaces does not take it from them."""
+    pool of the graphs, and clearing workspaces does not take it from them."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def _pool(device: torch.device) -> Any:
-    """The memory pool of all recordings. A pool whose graphs have all been freed must not be used again, so one tiny
+    """The memory pool of all graphs. A pool whose graphs have all been freed must not be used again, so one tiny
     graph keeps it."""
     pool, value = torch.cuda.graph_pool_handle(), torch.zeros(1, device=device, dtype=torch.float32)
     graph = torch.cuda.CUDAGraph()
-    _capture(graph, pool, device, lambda: value.add_(1))
+    _captured(graph, pool, device, lambda: value.add_(1))
     _anchors.append((graph, value))
     return pool
 
 
-def record(function: Function, arguments: Sequence[Any], device: torch.device, outputs: Any) -> Recording:
-    """Records `function(*arguments)` without computing it. Its result goes to `outputs`, which has the same shapes.
+def capture(function: Function, arguments: Sequence[Any], device: torch.device, outputs: Any) -> CudaGraph:
+    """Captures `function(*arguments)` without computing it. Its result goes to `outputs`, which has the same shapes.
 
     `torch.cuda.graph` would wait for the device and empty its caches, which takes longer than the capture.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), _without_gc():
-        outputs = _capture(graph, _pool(device), device, lambda: kept(function(*arguments), outputs))
+        outputs = _captured(graph, _pool(device), device, lambda: kept(function(*arguments), outputs))
 
     def replay() -> None:
         stream = torch.cuda.current_stream(device)
@@ -174,11 +172,11 @@ def record(function: Function, arguments: Sequence[Any], device: torch.device, o
         _last_streams[device] = stream
         graph.replay()
 
-    return Recording(replay, outputs)
+    return CudaGraph(replay, outputs)
 
 
 def kept(results: Any, outputs: Any) -> Any:
-    """Results of a recorded call, copied to `outputs`."""
+    """Results of a captured call, copied to `outputs`."""
 
     def keep(result: Tensor, output: Tensor) -> Tensor:
         if result.shape != output.shape:
@@ -188,7 +186,7 @@ def kept(results: Any, outputs: Any) -> Any:
     return mapped(keep, results, outputs)
 
 
-def _capture(graph: Any, pool: Any, device: torch.device, function: Callable[[], Any]) -> Any:
+def _captured(graph: Any, pool: Any, device: torch.device, function: Callable[[], Any]) -> Any:
     """The result of `function`, whose kernels are captured into `graph`."""
     with torch.cuda.stream(_capture_stream(device)):
         try:
@@ -211,7 +209,7 @@ def _give_up(graph: Any, pool: Any, device: torch.device) -> None:
 
     Where the capture is invalid, `capture_end` raises before it has notified allocators and random generators that it
     is over. The allocator of the device is notified here. The others are notified by the next capture that succeeds, in
-    a new pool: the old one counts as being recorded to.
+    a new pool: the old one counts as being captured to.
     """
     with suppress(RuntimeError):
         graph.capture_end()
@@ -220,7 +218,7 @@ def _give_up(graph: Any, pool: Any, device: torch.device) -> None:
     if end is not None:
         with suppress(RuntimeError):
             end(torch.cuda.current_device(), pool)
-    _anchors.append(graph)  # an allocator still queries whether it records
+    _anchors.append(graph)  # an allocator still queries whether it captures
     _pool.cache_clear()
 
 
@@ -273,7 +271,7 @@ def modules_in(value: Any) -> Iterator[nn.Module]:
 
 
 def state_of(modules: Iterable[nn.Module]) -> int:
-    """A number for everything in modules that a recording depends on.
+    """A number for everything in modules that a graph depends on.
 
     These are the addresses of all tensors, the hooks, replaced methods, and every flag and number: adapters that were
     switched or scaled, another mode of training. It takes about a millisecond for 400 modules.
@@ -317,5 +315,5 @@ _INDIFFERENT = ("hf_speculate", "transformers.utils.output_capturing")
 
 def _is_indifferent(hook: Any) -> bool:
     """Whether a hook is one of this package, or of transformers for collecting outputs. They come and go with requests,
-    and recordings do without them, or name what is collected in their key."""
+    and graphs do without them, or name what is collected in their key."""
     return (getattr(hook, "__module__", None) or "").startswith(_INDIFFERENT)

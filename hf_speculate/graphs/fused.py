@@ -1,8 +1,8 @@
-"""Recorded forwards with fewer kernels: norms, rotations and gates of a model's layers in one kernel each.
+"""Captured forwards with fewer kernels: norms, rotations and gates of a model's layers in one kernel each.
 
 A module takes part if it has the form of Llama's, and its kernel gives the same on a sample input (`_agrees`). So there
 is no list of architectures, and what computes something else (Gemma's norms, a gate with GELU) stays as it is. Only
-16-bit modules on a GPU take part: in float32 a recorded forward computes what the plain one does.
+16-bit modules on a GPU take part: in float32 a captured forward computes what the plain one does.
 
 Forwards are replaced for the length of one call, and for the thread that makes it.
 """
@@ -73,7 +73,7 @@ def fusing(function: Function) -> Function:
 
 
 def places_of(module: nn.Module) -> list[Place]:
-    """Everything that kernels replace in recordings of `module`, found out once."""
+    """Everything that kernels replace in captured forwards of `module`, found out once."""
     if module not in _places:
         _places[module] = list(_found_in(module)) if has_triton() else []
     return _places[module]
@@ -158,7 +158,7 @@ def _agrees(replacement: Function, stock: Function, inputs: tuple[Tensor, ...]) 
         pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in both), strict=True)
         return all(_are_close(*pair) for pair in pairs)
     except Exception as error:  # of Triton, of a compiler, of something that only has the same name
-        logger.info(f"{type(stock).__name__} is recorded as it is: {first_line(error)}")
+        logger.info(f"{type(stock).__name__} is captured as it is: {first_line(error)}")
         return False
 
 

@@ -1,4 +1,4 @@
-"""Functions of static shapes: compiled, recorded, or both. Each module has a bounded number; they end with it.
+"""Functions of static shapes: compiled, captured, or both. Each module has a bounded number; they end with it.
 
 Dynamo counts the graphs of a code object, and fails at the ninth if a function must be one graph. So each function here
 is compiled for one set of shapes under its own code object. Beyond `MAX_GRAPHS` for one number of rows, or
@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ..errors import OptionError, first_line
 from ..messages import get_logger
-from .cuda_graphs import Recordings, is_recordable, modules_in, state_of, tensors_in
+from .cuda_graphs import CudaGraphs, can_capture, modules_in, state_of, tensors_in
 from .fused import fusing
 
 
@@ -50,13 +50,13 @@ class Graphs:
         backend: backend of `torch.compile`; None leaves functions as they are.
         by_key: functions by name and key; None where compiling failed.
         asked: number of calls of `choose`, by function and by function and key.
-        recordings: their recordings, on devices that have them.
+        cuda_graphs: the CUDA graphs of them, on devices that have such.
     """
 
     backend: str | None
     by_key: dict[tuple[str, Hashable], Callable[..., Any] | None] = field(default_factory=dict)
     asked: Counter[Hashable] = field(default_factory=Counter)
-    recordings: Recordings = field(default_factory=Recordings)
+    cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
 
     def get(self, function: Callable[..., Any], key: Hashable) -> tuple[Callable[..., Any] | None, bool]:
         """`function` compiled for `key` (None if it must run uncompiled), and whether it is new."""
@@ -75,14 +75,14 @@ class Graphs:
         return self.by_key[name, key], True
 
     def has_room(self, name: str, key: Hashable) -> bool:
-        """Whether another graph of a function may be made. Recordings without a compiler are limited elsewhere."""
+        """Whether another graph of a function may be made. CudaGraphs without a compiler are limited elsewhere."""
         if self.backend is None:
             return True
         counts = Counter(_rows(known) for known_name, known in self.by_key if known_name == name)
         return counts[_rows(key)] < MAX_GRAPHS and len({*counts, _rows(key)}) <= MAX_BATCH_SIZES
 
     def choose(self, name: str, keys: Sequence[Hashable]) -> Hashable:
-        """The key of the graph to use; see `Compiler.choose`."""
+        """The key of the graph to use; see `GraphRunner.choose`."""
         best = keys[0]
         self.asked[name, best] += 1
         self.asked[name] += 1
@@ -105,15 +105,15 @@ def graphs_of(module: nn.Module, backend: str | None) -> Graphs:
     return _graphs.setdefault(module, {}).setdefault(backend, Graphs(backend))
 
 
-def compiler_of(compile: bool | str | None, device: torch.device, fallbacks: Counter[str]) -> Compiler | None:
+def graph_runner_for(compile: bool | str | None, device: torch.device, fallbacks: Counter[str]) -> GraphRunner | None:
     """The compiler of a request for `Speculator(compile=)`; None if everything runs as it is.
 
-    By default functions are recorded where that is possible, and not compiled.
+    By default functions are captured where that is possible, and not compiled.
     """
     backend = find_backend(compile)
-    if backend is None and (compile is False or not is_recordable(device)):
+    if backend is None and (compile is False or not can_capture(device)):
         return None
-    return Compiler(backend, fallbacks)
+    return GraphRunner(backend, fallbacks)
 
 
 def find_backend(compile: bool | str | None) -> str | None:
@@ -129,16 +129,16 @@ def find_backend(compile: bool | str | None) -> str | None:
     return compile
 
 
-class Compiler:
-    """Runs functions of the target and of its drafter with static shapes, for one request: compiled, recorded, or both.
+class GraphRunner:
+    """Runs functions of the target and of its drafter with static shapes, for one request: compiled, captured, or both.
 
     Args:
         backend: name of the `torch.compile` backend; None compiles nothing, which is of use where functions are
-            recorded.
+            captured.
         fallbacks: counter of what runs as it is, by reason.
 
     Attributes:
-        num_slow: number of calls so far that compiled or recorded something.
+        num_slow: number of calls so far that compiled or captured something.
     """
 
     def __init__(self, backend: str | None, fallbacks: Counter[str]):
@@ -151,13 +151,13 @@ class Compiler:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers and results of all recordings that the request has used."""
+        """Memory of the buffers and results of all graphs that the request has used."""
         return sum(self._sizes.values())
 
     @staticmethod
-    def records(device: torch.device) -> bool:
-        """Whether functions on `device` are recorded."""
-        return is_recordable(device)
+    def captures(device: torch.device) -> bool:
+        """Whether functions on `device` are captured."""
+        return can_capture(device)
 
     def refuse(self, problem: str) -> None:
         """Counts a function that runs as it is."""
@@ -183,9 +183,9 @@ class Compiler:
         inputs: Callable[[], tuple[Any, ...]],
         plain: Callable[[], Result],
     ) -> Any | Result:
-        """The result of `function(*inputs())`, compiled or recorded; or of `plain()` if that is not possible.
+        """The result of `function(*inputs())`, compiled or captured; or of `plain()` if that is not possible.
 
-        A recorded result is overwritten by the next call that does the same.
+        A captured result is overwritten by the next call that does the same.
 
         Args:
             module: module that owns the graphs.
@@ -205,12 +205,12 @@ class Compiler:
                 else f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes"
             )
             return plain()
-        num_slow = Recordings.num_recorded + Recordings.num_warmed
+        num_slow = CudaGraphs.num_captured + CudaGraphs.num_warmed
         try:
             # A graph depends on the grad mode, so use one mode whatever the caller's is.
             with torch.inference_mode(False), torch.no_grad():
                 result = self._call(graphs, made, (name, key), inputs(), device)
-            self.num_slow += is_new or Recordings.num_recorded + Recordings.num_warmed > num_slow
+            self.num_slow += is_new or CudaGraphs.num_captured + CudaGraphs.num_warmed > num_slow
             return result
         except (TorchDynamoException, _LimitHit) as error:
             graphs.by_key[name, key] = None
@@ -222,13 +222,13 @@ class Compiler:
     def _call(
         self, graphs: Graphs, made: Callable[..., Any], kind: Hashable, arguments: tuple[Any, ...], device: torch.device
     ) -> Any:
-        if not is_recordable(device):
+        if not can_capture(device):
             return _guarded(made, *arguments)
         kind = kind, tuple(map(self._state, modules_in(arguments)))
-        if graphs.recordings.is_unrecordable(kind):
-            self.refuse("recording failed (a warning gave the reason)")
+        if graphs.cuda_graphs.cannot_be_captured(kind):
+            self.refuse("capturing failed (a warning gave the reason)")
         function = fusing(made) if self.backend is None else _Guarded(made)
-        result = graphs.recordings.run(function, kind, arguments, device)
+        result = graphs.cuda_graphs.run(function, kind, arguments, device)
         if kind not in self._seen:
             self._seen.add(kind)
             self._sizes |= {tensor.data_ptr(): tensor.nbytes for tensor in tensors_in((arguments, result))}

@@ -1,7 +1,7 @@
 """Small kernels in Triton for what a decoder layer computes between its matrices: norm, rotation, gate.
 
 PyTorch launches eight kernels for an RMSNorm, ten for a rotation of queries and keys, and two for a gate. Each takes
-two microseconds of a GPU, whatever its size. In a recorded round of a small model that is most of the time.
+two microseconds of a GPU, whatever its size. In a captured round of a small model that is most of the time.
 
 They round where PyTorch does: every intermediate value that it would store in 16 bit is rounded here, too. Only the sum
 of a norm is added up in another order. The plain references are the modules of transformers (`fused`).

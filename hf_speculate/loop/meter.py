@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..graphs import Compiler
+from ..graphs import GraphRunner
 from ..stats import SpeculationStats
 from ..tree import RoundClock, RoundSeconds
 from .delivery import Delivery
@@ -18,13 +18,13 @@ class Meter:
         stats: counters of seconds that the phases add to.
         clock: clock of the rounds.
         delivery: delivery to a streamer, whose time does not count as ours; None if there is no streamer.
-        compiler: compiler of target and drafter; None if nothing is compiled or recorded.
+        runner: graph runner of target and drafter; None if nothing is compiled or captured.
     """
 
     def __init__(
-        self, stats: SpeculationStats, clock: RoundClock, delivery: Delivery | None, compiler: Compiler | None
+        self, stats: SpeculationStats, clock: RoundClock, delivery: Delivery | None, runner: GraphRunner | None
     ):
-        self._stats, self._clock, self._delivery, self._compiler = stats, clock, delivery, compiler
+        self._stats, self._clock, self._delivery, self._runner = stats, clock, delivery, runner
         self._num_slow = 0
 
     def begin_round(self) -> None:
@@ -33,7 +33,7 @@ class Meter:
 
     @property
     def has_compiled(self) -> bool:
-        """Whether anything was compiled or recorded since the round began."""
+        """Whether anything was compiled or captured since the round began."""
         return self._count_slow() != self._num_slow
 
     @contextmanager
@@ -85,12 +85,12 @@ class Meter:
         self._clock.published()
 
     def close(self) -> None:
-        """Notes the memory that recordings of the request have used."""
-        if self._compiler is not None and self._compiler.num_bytes:
-            self._stats.recorded_bytes.append(self._compiler.num_bytes)
+        """Notes the memory that graphs of the request have used."""
+        if self._runner is not None and self._runner.num_bytes:
+            self._stats.recorded_bytes.append(self._runner.num_bytes)
 
     def _count_slow(self) -> int:
-        return 0 if self._compiler is None else self._compiler.num_slow
+        return 0 if self._runner is None else self._runner.num_slow
 
     def _leave_out_others(self, counter: str) -> None:
         if self._delivery is not None and (seconds := self._delivery.take_seconds()):

@@ -31,7 +31,7 @@ from .deepening import WhilePaying
 # Together they are 2 % of 64 tokens.
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
-# The start where forwards are padded, as in recordings. There a draft costs 0.4 to 1.5 forwards whatever its size, and
+# The start where forwards are padded, as in graphs. There a draft costs 0.4 to 1.5 forwards whatever its size, and
 # to record it once takes as long as dozens.
 LOSS_START_PADDED = 3.0
 # Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
@@ -116,7 +116,7 @@ class AdaptiveSession(PolicySession):
             return NOTHING
         self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
         if not self._costs.drafting and not self._costs.widths:
-            return Budget(None, 1)  # one level measures what a level costs; recordings for it would cost more
+            return Budget(None, 1)  # one level measures what a level costs; graphs for it would cost more
         return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
     def deepening(self) -> Deepening | None:
@@ -136,7 +136,7 @@ class AdaptiveSession(PolicySession):
         """
         if self._deepening is not None and self._deepening.is_asked:
             self.known.is_asked = True
-        if tree.reading.is_on_device:
+        if tree.host_copy.is_on_device:
             return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
@@ -234,7 +234,7 @@ class AdaptiveSession(PolicySession):
         tree, acceptance = round.tree, self.known.acceptance
         all_rows = tree.host.rows()
         of_rows = {row: all_rows[tree.slot(row)] for row in rows}
-        if tree.reading.is_on_device:
+        if tree.host_copy.is_on_device:
             found = [acceptance.probabilities(each) for each in of_rows.values()]
             acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
             acceptance.note_nodes(found)

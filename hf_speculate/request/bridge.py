@@ -40,7 +40,7 @@ from .checks import (
 from .preparation import prepare
 from .sample_call import SampleCall
 from .trial import checked_shape
-from .undisturbed import undisturbed
+from .unchanged import assume_unchanged
 from .upstream import check_transformers
 
 
@@ -172,7 +172,7 @@ def _wrap_sample(original: Callable) -> Callable:
         note = _note.get()
         arguments = (self, input_ids, logits_processor, stopping_criteria, generation_config)
         if note is None or note.model is not self:
-            with undisturbed(self, logits_processor, stopping_criteria, kwargs.get("streamer")):
+            with assume_unchanged(self, logits_processor, stopping_criteria, kwargs.get("streamer")):
                 return original(*arguments, **kwargs)
         _note.set(None)  # nested calls (guidance, drafters) are plain
         ours, shape, sizes = with_our_cache(self, generation_config, kwargs), None, None
@@ -217,7 +217,7 @@ def _speculate(
         return prepared.start()
     others = (processors, criteria, streamer, note.speculator.drafter)
     is_threaded = note.speculator.options.ahead or bool(note.speculator.options.compile)
-    with undisturbed(model, *others, is_threaded=is_threaded), closing(prepared.rounds()) as rounds:
+    with assume_unchanged(model, *others, is_threaded=is_threaded), closing(prepared.rounds()) as rounds:
         for _ in rounds:
             pass
     if streamer is not None:

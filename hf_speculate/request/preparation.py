@@ -11,8 +11,8 @@ from transformers import GenerationConfig
 from ..attention import backends_in_use
 from ..cache import TreeCache
 from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text, last_layer
-from ..forward import MAX_NATIVE_ROWS, Scorer, StaticUse, compiled, exact_scorer, target_scorer
-from ..graphs import Compiler, compiler_of
+from ..forward import MAX_NATIVE_ROWS, GraphUse, Scorer, exact_scorer, target_scorer, with_graphs
+from ..graphs import GraphRunner, graph_runner_for
 from ..loop import (
     TOKEN_KWARGS,
     Ahead,
@@ -52,11 +52,11 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     model, stats = call.model, speculator.new_stats()
     if call.reason:
         stats.fallbacks[call.reason] += 1
-    compiler = _compiler(speculator, model, stats)
+    runner = _runner(speculator, model, stats)
     pad = call.config._pad_token_tensor
     sequences = Sequences(call.input_ids, None if pad is None else int(pad))
     sampler, stopping = _sampler(speculator, call, stats), Stopping(call.criteria)
-    request = _request(speculator, call, stopping, compiler)
+    request = _request(speculator, call, stopping, runner)
     step = StockStep(model, sequences, call.model_kwargs)
     scorer = _scorer(call, step)
     lockstep = ""
@@ -68,11 +68,11 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     rows = Rows(sequences, stopping, lockstep=bool(lockstep), are_padded=are_padded, show_cache=call.shows_cache)
     if not scorer.forward.keeps_backends and (backends := backends_in_use(scorer.device)):
-        is_recorded = compiler is not None and compiler.backend is None
-        has_kernel = is_recorded and scorer.attention.static_form(scorer.attention_dtype) == "kernel"
+        is_recorded = runner is not None and runner.backend is None
+        has_kernel = is_recorded and scorer.attention.captured_form(scorer.attention_dtype) == "kernel"
         stats.attention["kernel for trees, " * has_kernel + backends] += 1
-    if compiler is not None:
-        scorer = compiled(scorer, compiler, _static_use(speculator, call, sampler, rows, stats))
+    if runner is not None:
+        scorer = with_graphs(scorer, runner, _graph_use(speculator, call, sampler, rows, stats))
     drafting = Drafting(speculator.drafter, request, MAX_NATIVE_ROWS if has_native_layers(model) else MAX_NODES)
     policy, ahead = _policy(speculator, request, drafting, scorer, sampler, stats)
     delivery = None if call.streamer is None else Delivery(call.streamer, sequences, sampler.noise)
@@ -94,7 +94,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         sampler=sampler,
         delivery=delivery,
         stats=stats,
-        meter=Meter(stats, RoundClock(_events(scorer.device)), delivery, compiler),
+        meter=Meter(stats, RoundClock(_events(scorer.device)), delivery, runner),
         listeners=round_listeners(stats, sampler, sequences, scorer, drafting, policy),
     )
 
@@ -111,7 +111,7 @@ def _sampler(speculator: Speculator, call: SampleCall, stats: SpeculationStats) 
     return Sampler(call.processors, Noise(call.batch_size, vocab_size, call.input_ids.device), records)
 
 
-def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compiler: Compiler | None) -> DraftRequest:
+def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, runner: GraphRunner | None) -> DraftRequest:
     max_length = stopping.max_length
     return DraftRequest(
         target=call.model,
@@ -125,7 +125,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, compi
         num_earlier=call.num_earlier,
         earlier_ids=cached_text(call.cache) if call.num_earlier else None,
         adaptive=speculator.policy.is_adaptive,
-        compiler=compiler,
+        graph_runner=runner,
         adapters=active_adapters(call.model),
         processors=call.processors,
     )
@@ -164,32 +164,32 @@ def _policy(
     return speculator.policy.start(of_request), ahead
 
 
-def _compiler(speculator: Speculator, model: GenerativeModel, stats: SpeculationStats) -> Compiler | None:
-    compiler = compiler_of(speculator.options.compile, input_device(model), stats.fallbacks)
-    if compiler is not None and compiler.backend is None:
+def _runner(speculator: Speculator, model: GenerativeModel, stats: SpeculationStats) -> GraphRunner | None:
+    runner = graph_runner_for(speculator.options.compile, input_device(model), stats.fallbacks)
+    if runner is not None and runner.backend is None:
         if speculator.options.exact:
             return None
         problem = "drafts are made ahead on another thread" if speculator.options.ahead else ""
         if torch.is_autocast_enabled(input_device(model).type):
             problem = "autocast is on, which keeps copies of weights for a time"
         if problem:
-            compiler.refuse(problem)
+            runner.refuse(problem)
             return None
-    return compiler
+    return runner
 
 
-def _static_use(
+def _graph_use(
     speculator: Speculator, call: SampleCall, sampler: Sampler, rows: Rows, stats: SpeculationStats
-) -> StaticUse:
+) -> GraphUse:
     """The request's use of static forwards. On a CPU the host chooses tokens: it waits for nothing."""
     choice = None
-    if Compiler.records(call.input_ids.device):
+    if GraphRunner.captures(call.input_ids.device):
         # Rows that have ended continue with padding, which is not chosen.
         reason = "ended rows continue with padding" if rows.are_padded else reason_for_host(sampler)
         choice = None if reason else BatchedChoice(sampler.processors, sampler.noise is not None)
         if reason:
             stats.fallbacks[f"tokens are chosen on the host: {reason}"] += 1
-    return StaticUse(
+    return GraphUse(
         choice=choice,
         choice_inputs=None if choice is None else ChoiceInputs(choice, sampler, rows.sequences),
         keeps_outputs=sampler.records.are_kept,

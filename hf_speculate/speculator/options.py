@@ -40,7 +40,7 @@ class EngineOptions:
             graphs on a GPU, which takes tens of milliseconds for each of a few sizes; elsewhere it changes nothing.
             False runs them as they are. True also compiles them with `torch.compile`, which takes seconds to minutes
             for each graph; a string names another of its backends. Graphs are kept as long as the model, as are buffers
-            of up to 4 requests. Do not change the model during a call. What cannot be recorded or compiled runs as it
+            of up to 4 requests. Do not change the model during a call. What cannot be captured or compiled runs as it
             is, and `stats.fallbacks` gives the reason.
         ahead: True makes the drafter draft the next round on a separate thread while the target verifies, from the most
             likely outcome. The text does not depend on it. It pays for requests of one row if the drafter has a device

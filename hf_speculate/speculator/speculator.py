@@ -246,9 +246,7 @@ class AutoSpeculator:
             return make_speculator(name, target, **options)
         engine, own = EngineOptions.split(options)  # check the options before weights are read
         target = unwrap(target)
-        drafter = load_drafter(name).for_target(target, **own)
-        drafter.check_target(target)
-        return Speculator(drafter, **vars(engine))
+        return _prepared(load_drafter(name).for_target(target, **own), target, engine)
 
     @staticmethod
     def from_pretrained(
@@ -298,10 +296,19 @@ class AutoSpeculator:
         )
         folder = head_folder(spec.source, folder, target)
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
-        drafter.check_target(target)
         drafter.calibration = CalibrationTable.load(folder)
         drafter.record = drafter.record_in(folder, target)
-        return Speculator(drafter, **vars(engine))
+        return _prepared(drafter, target, engine)
+
+
+def _prepared(drafter: Drafter, target: GenerativeModel, engine: EngineOptions) -> Speculator:
+    """A speculator whose first request finds everything that it needs."""
+    drafter.check_target(target)
+    speculator = Speculator(drafter, **vars(engine))
+    drafter.prepare(target)
+    if engine.constraints:
+        joining_drafters()  # imports them
+    return speculator
 
 
 def make_speculator(text: str, target: nn.Module, **options: Any) -> Speculator:

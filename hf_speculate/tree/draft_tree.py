@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..errors import DrafterError
 from ..transfers import to_device
+from .host_copy import HostCopy
 from .host_tree import HostTree, TreeRow
 from .plan import PADDING_PARENT, ROOT_PARENT, TreePlan
-from .reading import Reading
 
 
 _FEW = 128  # nodes of a batch, see `DraftTree.is_small`
@@ -109,14 +109,14 @@ class DraftTree:
         return self._plan
 
     @cached_property
-    def reading(self) -> Reading:
+    def host_copy(self) -> HostCopy:
         """The transfer of the tree from its device to Python lists."""
-        return Reading(self.token_ids, self.parents, self.values)
+        return HostCopy(self.token_ids, self.parents, self.values)
 
     @property
     def host(self) -> HostTree:
         """Tokens, parents and values as Python lists."""
-        return self.reading.host
+        return self.host_copy.host
 
     @property
     def clamped(self) -> DraftTree:
@@ -135,7 +135,7 @@ class DraftTree:
             parents = torch.minimum(parents.clamp(min=PADDING_PARENT), before)
         tree = DraftTree(tokens, parents, self._max_depth, values=self.values)
         tree._slots = self._slots
-        tree.reading.through(self.reading, lambda host: host)
+        tree.host_copy.through(self.host_copy, lambda host: host)
         return tree
 
     def checked(self, token_ids: Int[Tensor, "B N"], max_depth: int, host: HostTree) -> DraftTree:
@@ -148,7 +148,7 @@ class DraftTree:
         """
         tree = DraftTree(token_ids, self.parents, max_depth, values=self.values)
         tree._max_depth = max_depth  # of parents on the host, too: known without a plan
-        tree.reading.host = host
+        tree.host_copy.host = host
         return tree
 
     @property
@@ -169,7 +169,7 @@ class DraftTree:
     @property
     def is_small(self) -> bool:
         """Whether the tree is on the host and so small that Python is faster than tensor operations."""
-        return self.token_ids.numel() <= _FEW and not self.reading.is_on_device
+        return self.token_ids.numel() <= _FEW and not self.host_copy.is_on_device
 
     def best(self, count: int) -> DraftTree:
         """The tree of the root and the `count` draft nodes with the highest values in each row. Reads the tree from its
@@ -220,7 +220,7 @@ class DraftTree:
         """The first `width` nodes of some rows; `index` selects the same rows from tensors."""
         values = None if self.values is None else self.values[index, :width]
         tree = DraftTree(self.token_ids[index, :width], parents, self._max_depth, values=values)
-        tree.reading.through(self.reading, lambda host: host.part(rows, width))
+        tree.host_copy.through(self.host_copy, lambda host: host.part(rows, width))
         if self.unread is not None:
             tree.unread = self.unread._replace(roots=[self.unread.roots[row] for row in rows])
         return tree

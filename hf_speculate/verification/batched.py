@@ -1,6 +1,6 @@
-"""The choice of every node's token as a function of tensors, so that it can be a part of a recorded forward.
+"""The choice of every node's token as a function of tensors, so that it can be a part of a captured forward.
 
-It does what `Sampler` does, and nothing that a recording forbids: no look at values, no random numbers. Noise is drawn
+It does what `Sampler` does, and nothing that a capture forbids: no look at values, no random numbers. Noise is drawn
 before and comes in by depth. Of the processors that read the text one is here, the repetition penalty, which many
 instruct models set by default. For it the tokens of each row's text are marked in a table.
 """
@@ -52,11 +52,11 @@ def reason_for_host(sampler: Sampler) -> str:
     processors = sampler.processors
     if processors and type(processors) is not KnownProcessors:
         return "unknown logits processors"
-    others = {type(each).__name__ for each in processors if not _is_recordable(each)}
+    others = {type(each).__name__ for each in processors if not _can_capture(each)}
     return f"logits processors {sorted(others)}" if others else ""
 
 
-def _is_recordable(processor: Any) -> bool:
+def _can_capture(processor: Any) -> bool:
     if type(processor) is _PENALTY:
         return True
     has_tensors = any(isinstance(value, Tensor) for value in vars(processor).values())  # their values are in no key
@@ -226,7 +226,7 @@ def look_up(table: Table, tree: DraftTree, *, may_be_tainted: bool) -> Choose:
     """
     chosen, are_marked, lists = table.read()
     if tree.unread is not None:
-        tree.reading.supply(lists, tree.num_nodes)
+        tree.host_copy.supply(lists, tree.num_nodes)
     if may_be_tainted and any(are_marked):
         raise TaintedScores
 

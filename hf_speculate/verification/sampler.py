@@ -120,8 +120,8 @@ class Sampler:
     def _read(tree: DraftTree, table: Tensor, logits: Tensor | None) -> list[list[int]]:
         """`table` [R, N or more] as lists, read with the tree. Raises `TaintedScores` if `logits` are tainted."""
         if logits is None:
-            return tree.reading.read_with(table)
-        rows = tree.reading.read_with(table.masked_fill(are_tainted(logits).any(-1, keepdim=True), _TAINTED))
+            return tree.host_copy.read_with(table)
+        rows = tree.host_copy.read_with(table.masked_fill(are_tainted(logits).any(-1, keepdim=True), _TAINTED))
         if any(_TAINTED in row for row in rows):
             raise TaintedScores
         return rows

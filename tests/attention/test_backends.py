@@ -19,7 +19,7 @@ from hf_speculate.attention import backends, backends_in_use, tree_backends
 from hf_speculate.attention import grouped as attention
 from hf_speculate.cache import TreeCache
 from hf_speculate.forward import Scorer, exact_scorer
-from hf_speculate.graphs import Compiler
+from hf_speculate.graphs import GraphRunner
 from hf_speculate.target import filler_cache
 from hf_speculate.testing import RandomDrafter
 from hf_speculate_plugins.eagle import EagleDrafter
@@ -198,13 +198,13 @@ class TestGenerate:
     @pytest.mark.usefixtures("fresh_dynamo")
     def test_compiled_forwards(self, prompt, tmp_path, monkeypatch):
         """A compiled function cannot switch: its caller does. (Shape checks keep these from being compiled here.)"""
-        model, seen, run = copy.deepcopy(target()), {}, Compiler.run
+        model, seen, run = copy.deepcopy(target()), {}, GraphRunner.run
 
-        def note(compiler, module, device, key, function, *arguments):
+        def note(runner, module, device, key, function, *arguments):
             seen.setdefault(function.__name__, set()).add(cuda.cudnn_sdp_enabled())
-            return run(compiler, module, device, key, function, *arguments)
+            return run(runner, module, device, key, function, *arguments)
 
-        monkeypatch.setattr(Compiler, "run", note)
+        monkeypatch.setattr(GraphRunner, "run", note)
         drafter = EagleDrafter.from_folder(write_head(tmp_path, "safeailab"), model, depth=2, top_k=2, max_nodes=4)
         model.generate(prompt(9), **REQUEST, speculator=Speculator(drafter, compile="eager"))
         assert len(seen) > 1

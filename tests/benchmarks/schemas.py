@@ -53,7 +53,7 @@ def bench_schemas(settings: SchemaSettings) -> dict[str, Any]:
     """Every drafter with the schema's drafts beside it, and without them."""
     name, model, tokenizer = settings.load()
     width = model.config.get_text_config(decoder=True).vocab_size
-    grammars = _compiler(tokenizer, width, settings.any_whitespace)
+    grammars = _runner(tokenizer, width, settings.any_whitespace)
     methods = [eager_method()]
     for spec in settings.speculators:
         for constraints in (False, True) if spec != "grammar" else (True,):
@@ -117,16 +117,16 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
     ]
 
 
-def _compiler(tokenizer: Any, width: int, any_whitespace: bool) -> Callable[[str], Any]:
+def _runner(tokenizer: Any, width: int, any_whitespace: bool) -> Callable[[str], Any]:
     """A function that makes a fresh processor for a schema."""
     try:
         import xgrammar
     except ImportError as error:
         raise SpeculateError("bench-schemas needs xgrammar: pip install xgrammar") from error
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=width)
-    compiler = xgrammar.GrammarCompiler(info)
+    runner = xgrammar.GrammarCompiler(info)
     return lambda schema: xgrammar.contrib.hf.LogitsProcessor(
-        compiler.compile_json_schema(schema, any_whitespace=any_whitespace)
+        runner.compile_json_schema(schema, any_whitespace=any_whitespace)
     )
 
 

@@ -1,4 +1,4 @@
-"""Recorded rounds on a device that is not there: the same text, nothing in a recording that CUDA forbids, and how much
+"""Captured rounds on a device that is not there: the same text, nothing in a graph that CUDA forbids, and how much
 the host does besides."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_the_text_is_the_targets_and_the_host_does_little(device, replays, promp
     texts, costs = rounds_of(device, model, speculator, batch, request)
     assert texts == expected
     assert not speculator.stats.fallbacks
-    # Rounds whose sizes have all been recorded, and before drafts are cut at the end.
+    # Rounds whose sizes have all been captured, and before drafts are cut at the end.
     under_way = [cost for cost in costs[len(costs) // 2 :] if cost[3] > DEPTH] or costs[-3:-2]
     assert {waits for waits, *_ in under_way} == {DRAFTERS[name].waits}
     if name in COSTS:

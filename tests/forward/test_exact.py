@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache
 
-from hf_speculate.attention import per_node as walks
+from hf_speculate.attention import per_node
 from hf_speculate.attention.per_node import RowwiseProducts, depth_first
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.forward import exact_scorer, exact_sizes
@@ -55,8 +55,8 @@ class TestWhatItIsMadeOf:
             seen.append(states.numel() // 4)
             return linear(states, *args, **kwargs)
 
-        monkeypatch.setattr(walks.functional, "linear", watched)
-        found = walks._in_pieces(states, sizes, weight, bias)
+        monkeypatch.setattr(per_node.functional, "linear", watched)
+        found = per_node._in_pieces(states, sizes, weight, bias)
         torch.testing.assert_close(found, linear(states, weight, bias))
         assert sum(seen) == rows
         assert all(count in (1, *sizes) for count in seen)
@@ -134,7 +134,7 @@ class TestWhatItIsMadeOf:
             mask = functional.pad(bias.bfloat16(), (key.shape[2] - 8, 0))[None, None]
             return stock(module, query, key, value, mask, **kwargs)
 
-        monkeypatch.setattr(walks.Walk, "attend", with_mask)
+        monkeypatch.setattr(per_node.PerNodeAttention, "attend", with_mask)
         assert first_difference(model, product_sizes(model)).startswith("layer")
 
     @pytest.mark.parametrize("change", CHANGES)

@@ -16,7 +16,7 @@ import hf_speculate
 from hf_speculate import Speculator
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
-from hf_speculate.graphs import Recordings
+from hf_speculate.graphs import CudaGraphs
 from hf_speculate.graphs import graph_runner as graphs
 from hf_speculate.graphs.graph_runner import graphs_of
 from hf_speculate.testing import RandomDrafter, ScriptedDrafter
@@ -206,12 +206,12 @@ def test_inductor(tiny_model, prompt, architecture):
 def test_on_a_gpu(tiny_model, prompt, backend, sampled):
     model = copy.deepcopy(tiny_model("llama", max_positions=2048, seed=1)).to("cuda")
     speculator = Speculator(FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile=backend)
-    before = Recordings.num_recorded
-    for length in (12, 30, 12, 30):  # compiled, recorded, replayed
+    before = CudaGraphs.num_captured
+    for length in (12, 30, 12, 30):  # compiled, captured, replayed
         text = prompt(length).to("cuda")
         torch.manual_seed(length)
         found = new_tokens(model, text, speculator, do_sample=sampled)
         torch.manual_seed(length)
         assert found == new_tokens(model, text, do_sample=sampled)
     assert not speculator.stats.fallbacks
-    assert before < Recordings.num_recorded <= before + 2, "sizes of 1 and of 8 nodes"
+    assert before < CudaGraphs.num_captured <= before + 2, "sizes of 1 and of 8 nodes"

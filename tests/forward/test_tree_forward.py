@@ -1,4 +1,4 @@
-"""The parts of a recorded forward as functions of tensors, on random rounds: masks, positions and slots against the
+"""The parts of a captured forward as functions of tensors, on random rounds: masks, positions and slots against the
 scorer's, accepted paths against the walk, moved entries against the cache's own."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hf_speculate.attention import grouped as attention_module
 from hf_speculate.attention.grouped import TreeAttention
 from hf_speculate.attention.prefix import visible_prefix
 from hf_speculate.cache import TreeCache
-from hf_speculate.forward import Along, Scorer
-from hf_speculate.forward.tree_forward import NODES, ScoredTable, StaticNodes, tree_forward
+from hf_speculate.forward import AcceptedPath, Scorer
+from hf_speculate.forward.tree_forward import NODES, GraphNodes, ScoredTable, tree_forward
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan, additive
 from hf_speculate.verification import BatchedChoice
 
@@ -83,7 +83,7 @@ def test_ten_thousand_random_rounds(first):
 
 
 def check(round: Round) -> None:
-    nodes = StaticNodes.of(round.plan, vocab_size=6)
+    nodes = GraphNodes.of(round.plan, vocab_size=6)
     reference = TreePlan.from_parents([[*row, *[PADDING_PARENT] * (WIDTH - round.count)] for row in round.parents])
     base = max(round.lengths)
     assert nodes.slots.tolist() == list(range(base, base + WIDTH))
@@ -97,12 +97,12 @@ def check(round: Round) -> None:
     seen[:, :, base : base + WIDTH] = reference.ancestors
     assert torch.equal(nodes.mask(round.prompt, torch.float32), additive(seen[:, None], torch.float32))
 
-    along, paths = Along.of(nodes.tokens, nodes.parents, nodes.tree, round.chosen), round.paths()
+    along, paths = AcceptedPath.of(nodes.tokens, nodes.parents, nodes.tree, round.chosen), round.paths()
     assert [row[:count] for row, count in zip(along.nodes.tolist(), along.counts.tolist(), strict=True)] == paths
     check_moves(round, along, paths)
 
 
-def check_moves(round: Round, along: Along, paths: list[list[int]]) -> None:
+def check_moves(round: Round, along: AcceptedPath, paths: list[list[int]]) -> None:
     """Entries of the paths are at the end of each row's text, and nothing else of the text has changed."""
     stacks = tuple(torch.rand(2, round.num_rows, 1, CAPACITY, 2) for _ in range(2))
     before = [stack.clone() for stack in stacks]
@@ -205,10 +205,10 @@ def test_the_kernel_is_for_16_bit_on_gpus_that_have_it(tiny_model, monkeypatch):
     cpu, gpu = (TreeAttention(model, torch.device(name)) for name in ("cpu", "cuda"))
     for has_kernel in (False, True):
         monkeypatch.setattr(attention_module, "has_kernel", lambda has_kernel=has_kernel: has_kernel)
-        assert gpu.static_form(torch.bfloat16) == ("kernel" if has_kernel else "stock")
-        assert gpu.static_form(torch.float32) == "stock"
-        assert cpu.static_form(torch.bfloat16) == cpu.form == "folded"
+        assert gpu.captured_form(torch.bfloat16) == ("kernel" if has_kernel else "stock")
+        assert gpu.captured_form(torch.float32) == "stock"
+        assert cpu.captured_form(torch.bfloat16) == cpu.form == "folded"
     monkeypatch.setenv("HF_SPECULATE_ATTENTION", "stock")
-    assert TreeAttention(model, torch.device("cuda")).static_form(torch.bfloat16) == "stock"
+    assert TreeAttention(model, torch.device("cuda")).captured_form(torch.bfloat16) == "stock"
     other = TreeAttention(tiny_model("llama", attention="eager"), torch.device("cuda"))
-    assert other.static_form(torch.bfloat16) == "stock", "its attention takes no place"
+    assert other.captured_form(torch.bfloat16) == "stock", "its attention takes no place"

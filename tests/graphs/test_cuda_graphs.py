@@ -1,4 +1,4 @@
-"""What is recorded, looked up and replayed, without a GPU: recordings are a stand-in that computes."""
+"""What is captured, looked up and replayed, without a GPU: captures are a stand-in that computes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_speculate.graphs import cuda_graphs as recording
-from hf_speculate.graphs.cuda_graphs import MAX_RECORDINGS, Recordings, is_recordable, state_of
-from hf_speculate.graphs.graph_runner import Compiler, graphs_of
+from hf_speculate.graphs import cuda_graphs
+from hf_speculate.graphs.cuda_graphs import MAX_CUDA_GRAPHS, CudaGraphs, can_capture, state_of
+from hf_speculate.graphs.graph_runner import GraphRunner, graphs_of
 
 from ..support.replays import stand_in
 
@@ -30,49 +30,49 @@ def twice(tensor):
     return {"twice": tensor * 2}
 
 
-def run(recordings, tensor, kind="kind", function=twice):
-    return recordings.run(function, kind, (tensor,), tensor.device)
+def run(graphs, tensor, kind="kind", function=twice):
+    return graphs.run(function, kind, (tensor,), tensor.device)
 
 
 def test_on_gpus_only():
-    assert is_recordable(torch.device("cuda"))
-    assert not is_recordable(CPU)
+    assert can_capture(torch.device("cuda"))
+    assert not can_capture(CPU)
 
 
 def test_the_second_call_is_recorded_and_later_ones_replay_it(replays):
-    recordings, tensor = Recordings(), torch.ones(2)
+    graphs, tensor = CudaGraphs(), torch.ones(2)
     results = []
     for value in range(4):
         tensor.fill_(value)
-        results.append(run(recordings, tensor)["twice"].tolist())
+        results.append(run(graphs, tensor)["twice"].tolist())
     assert results == [[2.0 * value] * 2 for value in range(4)]
     assert (len(replays.names), replays.num_replayed) == (1, 3)
 
 
 def test_other_addresses_are_recorded_too_and_few_are_kept(replays):
-    recordings, tensors = Recordings(), [torch.full((2,), float(value)) for value in range(MAX_RECORDINGS + 2)]
-    run(recordings, tensors[0])
+    graphs, tensors = CudaGraphs(), [torch.full((2,), float(value)) for value in range(MAX_CUDA_GRAPHS + 2)]
+    run(graphs, tensors[0])
     for tensor in [*tensors, *tensors]:
-        assert run(recordings, tensor)["twice"].tolist() == (2 * tensor).tolist()
-    assert len(recordings) == MAX_RECORDINGS
-    assert recordings.num_bytes == 8 * MAX_RECORDINGS
+        assert run(graphs, tensor)["twice"].tolist() == (2 * tensor).tolist()
+    assert len(graphs) == MAX_CUDA_GRAPHS
+    assert graphs.num_bytes == 8 * MAX_CUDA_GRAPHS
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(replays, monkeypatch, logged):
     def fail(*_arguments):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(recording, "record", fail)
+    monkeypatch.setattr(cuda_graphs, "capture", fail)
     fallbacks, module, tensor = Counter(), nn.Linear(1, 1), torch.full((1,), 3.0)
 
     def call():
         arguments = module, tensor
-        return Compiler(None, fallbacks).run(module, CPU, "key", doubled, lambda: arguments, pytest.fail)
+        return GraphRunner(None, fallbacks).run(module, CPU, "key", doubled, lambda: arguments, pytest.fail)
 
     assert [call().item() for _ in range(4)] == [6.0] * 4
-    assert fallbacks == {"not recorded: recording failed (a warning gave the reason)": 2}
-    assert [line for line in logged() if "is not recorded" in line] == [
-        "doubled is not recorded: operation not permitted when stream is capturing"
+    assert fallbacks == {"not recorded: capturing failed (a warning gave the reason)": 2}
+    assert [line for line in logged() if "is not captured" in line] == [
+        "doubled is not captured: operation not permitted when stream is capturing"
     ]
 
 
@@ -118,12 +118,12 @@ def test_our_own_hooks_and_changed_values_are_no_change():
 
 def test_recordings_end_with_their_module(replays):
     module, tensor = nn.Linear(1, 1), torch.ones(1)
-    compiler = Compiler(None, Counter())
+    runner = GraphRunner(None, Counter())
     for _ in range(3):
-        compiler.run(module, CPU, "key", twice_of, lambda: (tensor,), pytest.fail)
-    assert len(graphs_of(module, None).recordings) == 1
+        runner.run(module, CPU, "key", twice_of, lambda: (tensor,), pytest.fail)
+    assert len(graphs_of(module, None).cuda_graphs) == 1
     gone = weakref.ref(module)
-    del module, compiler
+    del module, runner
     gc.collect()
     assert gone() is None
 
@@ -137,7 +137,7 @@ class TestOnAGpu:
     """Real CUDA graphs."""
 
     def test_replays_read_what_the_arguments_hold(self):
-        recordings, tensor = Recordings(), torch.ones(4, 4, device="cuda")
+        graphs, tensor = CudaGraphs(), torch.ones(4, 4, device="cuda")
         weight = torch.randn(4, 4, device="cuda")
 
         def product(inputs, matrix):
@@ -145,63 +145,63 @@ class TestOnAGpu:
 
         for value in range(6):
             tensor.fill_(value)
-            found = recordings.run(product, "kind", (tensor, weight), tensor.device)
+            found = graphs.run(product, "kind", (tensor, weight), tensor.device)
             torch.testing.assert_close(found["product"], tensor @ weight)
             assert found["sum"].item() == 16 * value
-        assert len(recordings) == 1
+        assert len(graphs) == 1
 
     def test_several_share_a_pool_and_keep_their_results(self):
-        recordings = [Recordings() for _ in range(5)]
+        graphs = [CudaGraphs() for _ in range(5)]
         tensors = [torch.full((1000,), float(value), device="cuda") for value in range(5)]
         found = [
-            [run(each, tensor)["twice"] for _ in range(3)][-1] for each, tensor in zip(recordings, tensors, strict=True)
+            [run(each, tensor)["twice"] for _ in range(3)][-1] for each, tensor in zip(graphs, tensors, strict=True)
         ]
         for value, result in enumerate(found):
             assert (result == 2.0 * value).all()
-        del recordings[:3]
+        del graphs[:3]
         gc.collect()
-        assert (run(recordings[0], tensors[3])["twice"] == 6).all()
+        assert (run(graphs[0], tensors[3])["twice"] == 6).all()
 
     def test_a_capture_that_fails_leaves_everything_usable(self):
-        recordings, tensor = Recordings(), torch.ones(3, device="cuda")
-        earlier = [run(recordings, tensor, kind="earlier")["twice"].tolist() for _ in range(3)]
+        graphs, tensor = CudaGraphs(), torch.ones(3, device="cuda")
+        earlier = [run(graphs, tensor, kind="earlier")["twice"].tolist() for _ in range(3)]
 
         def asks(inputs):
             return {"twice": inputs * float(inputs.sum())}
 
         for _ in range(3):
-            assert run(recordings, tensor, function=asks)["twice"].tolist() == [3.0] * 3
-        assert recordings.is_unrecordable("kind")
+            assert run(graphs, tensor, function=asks)["twice"].tolist() == [3.0] * 3
+        assert graphs.cannot_be_captured("kind")
         assert torch.rand(2, device="cuda").shape == (2,)
         torch.cuda.get_rng_state()
-        assert run(recordings, tensor, kind="earlier")["twice"].tolist() == earlier[0]
+        assert run(graphs, tensor, kind="earlier")["twice"].tolist() == earlier[0]
         for _ in range(3):
-            assert run(recordings, tensor, kind="other")["twice"].tolist() == [2.0] * 3
-        assert len(recordings) == 2
+            assert run(graphs, tensor, kind="other")["twice"].tolist() == [2.0] * 3
+        assert len(graphs) == 2
 
     def test_a_workspace_that_is_cleared_is_not_theirs(self):
         """As inductor's own CUDA graphs do when stock's static cache is compiled beside."""
-        recordings = Recordings()
+        graphs = CudaGraphs()
         inputs, weight = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((8, 4096), (4096, 512)))
 
         def product(states, matrix):
             return {"product": states @ matrix}
 
         for _ in range(3):
-            recordings.run(product, "kind", (inputs, weight), inputs.device)
+            graphs.run(product, "kind", (inputs, weight), inputs.device)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        found = recordings.run(product, "kind", (inputs, weight), inputs.device)["product"]
+        found = graphs.run(product, "kind", (inputs, weight), inputs.device)["product"]
         torch.testing.assert_close(found, inputs @ weight)
 
     def test_threads_and_streams_take_turns(self):
-        recordings, tensors = Recordings(), [torch.full((1 << 16,), float(value), device="cuda") for value in range(4)]
+        graphs, tensors = CudaGraphs(), [torch.full((1 << 16,), float(value), device="cuda") for value in range(4)]
         wrong = []
 
         def work(value):
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(50):
-                    if not (run(recordings, tensors[value])["twice"] == 2.0 * value).all():
+                    if not (run(graphs, tensors[value])["twice"] == 2.0 * value).all():
                         wrong.append(value)
 
         torch.cuda.synchronize()

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_speculate.graphs.graph_runner import ASKED_OFTEN, MAX_BATCH_SIZES, MAX_GRAPHS, Graphs, compiler_of, graphs_of
+from hf_speculate.graphs.graph_runner import (
+    ASKED_OFTEN,
+    MAX_BATCH_SIZES,
+    MAX_GRAPHS,
+    Graphs,
+    graph_runner_for,
+    graphs_of,
+)
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -27,14 +34,14 @@ def scaled(module, inputs, options):
     [(None, GPU, None), (True, GPU, "inductor"), (True, CPU, "inductor"), ("eager", CPU, "eager")],
 )
 def test_what_a_request_is_compiled_by(compile, device, backend):
-    compiler = compiler_of(compile, device, Counter())
-    assert compiler is not None
-    assert compiler.backend == backend
+    runner = graph_runner_for(compile, device, Counter())
+    assert runner is not None
+    assert runner.backend == backend
 
 
 @pytest.mark.parametrize(("compile", "device"), [(None, CPU), (False, CPU), (False, GPU)])
 def test_what_runs_as_it_is(compile, device):
-    assert compiler_of(compile, device, Counter()) is None
+    assert graph_runner_for(compile, device, Counter()) is None
 
 
 def test_functions_that_are_only_recorded_have_no_limit():

@@ -17,7 +17,7 @@ from transformers import (
 
 import hf_speculate
 from hf_speculate import Speculator
-from hf_speculate.attention.per_node import Walk
+from hf_speculate.attention.per_node import PerNodeAttention
 from hf_speculate.cache import cache_of
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.forward import MAX_NATIVE_ROWS, exact_sizes
@@ -266,13 +266,13 @@ class TestRefusals:
 def test_others_find_transformers_as_it_was(tiny_model, monkeypatch):
     """The table of attentions is changed only while an exact forward of an eager model runs."""
     stock, seen, drafter = AttentionInterface.get_interface, set(), RandomDrafter(vocab_size=VOCAB_SIZE)
-    own = Walk.attend
+    own = PerNodeAttention.attend
 
     def attend(walk, *args, **kwargs):
         seen.add(AttentionInterface.get_interface is stock)
         return own(walk, *args, **kwargs)
 
-    monkeypatch.setattr(Walk, "attend", attend)
+    monkeypatch.setattr(PerNodeAttention, "attend", attend)
     for attention, is_left_alone in (("eager", False), ("sdpa", True)):
         model = tiny_model("llama", dtype=torch.bfloat16, attention=attention)
         assert_equal_bits(model, {"input_ids": torch.tensor([[3, 4, 5, 3, 4]])}, drafter, max_new_tokens=8)

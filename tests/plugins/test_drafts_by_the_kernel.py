@@ -1,4 +1,4 @@
-"""Recorded drafts whose attention is the kernel for trees, interpreted on a CPU: those of the plain path."""
+"""Captured drafts whose attention is the kernel for trees, interpreted on a CPU: those of the plain path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOption
 from hf_speculate_plugins.draft_model.session import DraftModelSession
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.eagle.drafter import EagleSession
-from hf_speculate_plugins.heads import compiled
+from hf_speculate_plugins.heads import captured
 from hf_speculate_plugins.heads import head as heads_head
 from hf_speculate_plugins.mtp import MtpDrafter
 
+from ..support.captured_drafts import assert_alike, assert_same_nodes, drafts_of
 from ..support.heads import PLAIN, SHAPES, target, write_head
 from ..support.inputs import padded_batch
 from ..support.mtp import load_target, write_target
-from ..support.recorded_drafts import assert_alike, assert_same_nodes, drafts_of
 from ..support.replays import stand_in
 from ..support.tiers import quick
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture
 def replays(monkeypatch, interpreted):
-    """Recordings on the CPU. The kernel is interpreted, so it computes in float32 and splits nothing."""
+    """CudaGraphs on the CPU. The kernel is interpreted, so it computes in float32 and splits nothing."""
     monkeypatch.setattr(tree_kernel, "_LEAST_KEYS", 4096)
     monkeypatch.setattr(EagleDrafter, "_native", None)
     return stand_in(monkeypatch)
@@ -54,7 +54,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)]), ids=["1 row", "3 rows left padded"])
 @pytest.mark.parametrize("layout", quick(["safeailab", "eagle1"], "safeailab"))
 def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
-    monkeypatch.setattr(compiled, "kernel_fits", lambda *_: True)
+    monkeypatch.setattr(captured, "kernel_fits", lambda *_: True)
 
     def run(compile):
         model = copy.deepcopy(target())
@@ -74,7 +74,7 @@ def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
 @pytest.mark.parametrize("family", quick(["glm4_moe", "deepseek_v3"]))
 def test_mtp(replays, calls, monkeypatch, prompt, tmp_path, family):
     """Latent attention has keys and values of different sizes, which the kernel does not take."""
-    monkeypatch.setattr(compiled, "kernel_fits", lambda *_: True)
+    monkeypatch.setattr(captured, "kernel_fits", lambda *_: True)
     folder = write_target(tmp_path / family, family)
 
     def run(compile):

@@ -208,7 +208,7 @@ def test_a_good_drafter_is_used_soon_where_rounds_are_recorded(draft, idle):
     assert min(run.tokens / len(run.rounds) for run in runs) > 1.5
 
 
-def test_recorded_drafts_that_are_wrong_keep_the_bound():
+def test_captured_drafts_that_are_wrong_keep_the_bound():
     run = Recording(0.9, 0.02, 0.4).run(256)
     timed = [round for round in run.rounds if not round.is_warm_up]
     seconds, tokens = sum(round.seconds.total for round in timed), sum(len(round.tokens[0]) for round in timed)

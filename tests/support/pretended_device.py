@@ -15,7 +15,7 @@ device is one launch, and so is a copy in either direction. Views, metadata and 
 
 CUDA graphs, without a recording:
 
-    with device.capturing():  # raises CaptureError at everything that cannot be recorded
+    with device.capturing():  # raises CaptureError at everything that cannot be captured
         step(buffers)
     with device.replaying():  # one replay, no launches
         step(buffers)
@@ -198,7 +198,7 @@ class PretendedDevice(TorchDispatchMode):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """A replay of what was recorded: the block runs it again. It counts once, and the same is forbidden."""
+        """A replay of what was captured: the block runs it again. It counts once, and the same is forbidden."""
         with self.capturing():
             self.replays += 1
             yield
@@ -302,7 +302,7 @@ class PretendedDevice(TorchDispatchMode):
         transfers.append(Transfer(packet.__name__, _caller(), is_blocking))
 
     def _check_recording(self, func, tensors: list[Tensor], kwargs, there: torch.device) -> None:
-        """Raises CaptureError at what is no transfer and cannot be recorded either."""
+        """Raises CaptureError at what is no transfer and cannot be captured either."""
         packet = func.overloadpacket
         name = packet.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -317,13 +317,13 @@ class PretendedDevice(TorchDispatchMode):
         """
         Args:
             operation: name of the operation that is about to run.
-            reason: why it cannot be recorded.
+            reason: why it cannot be captured.
 
         Raises:
             CaptureError: a graph is being recorded or replayed.
         """
         if self._is_recording:
-            raise CaptureError(f"{operation} at {_caller()} cannot be recorded in a CUDA graph: {reason}")
+            raise CaptureError(f"{operation} at {_caller()} cannot be captured in a CUDA graph: {reason}")
 
 
 def _common_device(func, tensors: list[Tensor], args) -> torch.device:

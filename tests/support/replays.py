@@ -1,10 +1,10 @@
-"""CUDA graphs without a GPU: recordings that compute.
+"""CUDA graphs without a GPU: captures that compute.
 
     replays = stand_in(monkeypatch)                     # on the CPU
     replays = stand_in(monkeypatch, pretended_device)   # there, where everything that CUDA forbids raises
 
-As on a GPU, recording computes nothing: arguments keep their contents, and results are poisoned until the first replay.
-A replay reads what the arguments hold, and overwrites the results of the replay before. All recordings share the memory
+As on a GPU, capturing computes nothing: arguments keep their contents, and results are poisoned until the first replay.
+A replay reads what the arguments hold, and overwrites the results of the replay before. All graphs share the memory
 in which they compute: a replay poisons what others have left there.
 """
 
@@ -16,45 +16,44 @@ from typing import Any
 
 import torch
 
-from hf_speculate.forward import graph as static
-from hf_speculate.graphs import cuda_graphs as recording
-from hf_speculate.graphs import graph_runner as graphs
-from hf_speculate.graphs.cuda_graphs import Recording, tensors_in
+from hf_speculate.forward import graph
+from hf_speculate.graphs import cuda_graphs, graph_runner
+from hf_speculate.graphs.cuda_graphs import CudaGraph, tensors_in
 from hf_speculate.verification import Sampler
 
 from .pretended_device import TYPE, PretendedDevice
 
 
 class Replays:
-    """The recordings of one test.
+    """The graphs of one test.
 
     Args:
-        device: device that checks what is recorded; None is the CPU.
+        device: device that checks what is captured; None is the CPU.
 
     Attributes:
-        names: name of every function that was recorded, in order.
+        names: name of every function that was captured, in order.
         num_replayed: number of replays.
     """
 
     def __init__(self, device: PretendedDevice | None):
         self._device = device
         self.names: list[str] = []
-        self._pool: list[tuple[Any, list[torch.Tensor]]] = []  # results of recordings that lie where they computed
+        self._pool: list[tuple[Any, list[torch.Tensor]]] = []  # results of graphs that lie where they computed
         self.num_replayed = 0
 
-    def record(
+    def capture(
         self, function: Callable[..., Any], arguments: Sequence[Any], _device: torch.device, outputs: Any
-    ) -> Recording:
+    ) -> CudaGraph:
         self.names.append(getattr(function, "__name__", "?"))
         contents = [tensor.clone() for tensor in tensors_in(arguments)]
         with self._capturing():
-            results = recording.kept(function(*arguments), outputs)
+            results = cuda_graphs.kept(function(*arguments), outputs)
         for tensor, before in zip(tensors_in(arguments), contents, strict=True):
             tensor.copy_(before)
         _poison(tensors_in(results))
         own = {tensor.data_ptr() for tensor in tensors_in(outputs)}
         self._pool.append((results, [tensor for tensor in tensors_in(results) if tensor.data_ptr() not in own]))
-        return Recording(lambda: self._replay(function, arguments, results), results)
+        return CudaGraph(lambda: self._replay(function, arguments, results), results)
 
     def _replay(self, function: Callable[..., Any], arguments: Sequence[Any], results: Any) -> None:
         self.num_replayed += 1
@@ -78,9 +77,9 @@ def _poison(tensors: Iterable[torch.Tensor]) -> None:
 def stand_in(monkeypatch: Any, device: PretendedDevice | None = None) -> Replays:
     """Makes functions on the device recordable until the test ends; on a CPU tokens are then chosen as on a GPU."""
     replays, wanted = Replays(device), "cpu" if device is None else TYPE
-    monkeypatch.setattr(recording, "record", replays.record)
-    for module in (recording, graphs, static):
-        monkeypatch.setattr(module, "is_recordable", lambda found: found.type == wanted)
+    monkeypatch.setattr(cuda_graphs, "capture", replays.capture)
+    for module in (cuda_graphs, graph_runner, graph):
+        monkeypatch.setattr(module, "can_capture", lambda found: found.type == wanted)
     if device is None:
         monkeypatch.setattr(Sampler, "tier", lambda self, _device: self.required_tier)
     return replays

@@ -23,7 +23,7 @@ REST = (
     "*/test_cli.py",
     "*/test_generating.py",
     "plugins/check/*",
-    "plugins/*test_compiled_heads.py",
+    "plugins/*test_captured_heads.py",
     "plugins/*test_convert.py",
     "plugins/*test_float16.py",
     "plugins/*test_hostile_heads.py",

@@ -17,6 +17,7 @@ from .backends import DequantizeBackend as DequantizeBackend
 from .backends import NativeBackend as NativeBackend
 from .backends import choose_backend as choose_backend
 from .binding import has_kernel as has_kernel
+from .binding import needs_compiler as needs_compiler
 from .draft import NativeDraft as NativeDraft
 from .draft import PendingEntries as PendingEntries
 from .formats import DENSE_TYPES as DENSE_TYPES

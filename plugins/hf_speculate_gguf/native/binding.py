@@ -210,6 +210,11 @@ def has_kernel() -> bool:
     return True
 
 
+def needs_compiler() -> bool:
+    """Whether the kernel would have to be compiled first, which takes a minute."""
+    return not library.cache_info().currsize and KernelCache().find(_name()) is None
+
+
 @functools.cache
 def library() -> Library:
     """The library, compiled or from the cache; raises `NativeError`."""

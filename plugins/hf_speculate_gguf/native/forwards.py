@@ -96,7 +96,7 @@ class CausalForward(_NativeForward):
     takes_tree_masks = True
     """A mark that `attention_mask` may be a `TreeMask`."""
 
-    def undisturbed(self, is_threaded: bool) -> AbstractContextManager[None]:
+    def assume_unchanged(self, is_threaded: bool) -> AbstractContextManager[None]:
         """A context in which the model does not change between two forwards of this thread, except by registering
         hooks.
 
@@ -104,7 +104,7 @@ class CausalForward(_NativeForward):
         step: the weights have just filled all CPU caches, so everything checked comes from memory. `is_threaded` keeps
         the number of threads between forwards (`Crew`).
         """
-        return nullcontext() if self._whole is None else self._whole.undisturbed(is_threaded)
+        return nullcontext() if self._whole is None else self._whole.assume_unchanged(is_threaded)
 
     def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
         """Moves entries of a cache that native forwards write (`cache.Mover`)."""
@@ -150,7 +150,7 @@ class _Whole:
         self._step: NativeStep | None = None
         self._angles = [AngleTable() for _ in LAYER_TYPES]
         self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
-        self._checks: dict[int, _ModelCheck] = {}  # by thread, within `undisturbed`
+        self._checks: dict[int, _ModelCheck] = {}  # by thread, within `assume_unchanged`
 
     def run(self, named: dict[str, Any], num_scored: int | None) -> _Output | None:
         """The output of the model for the decoder's arguments; None, and nothing changed, if modules must compute it.
@@ -188,8 +188,8 @@ class _Whole:
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
     @contextmanager
-    def undisturbed(self, is_threaded: bool) -> Iterator[None]:
-        """The context of `CausalForward.undisturbed`."""
+    def assume_unchanged(self, is_threaded: bool) -> Iterator[None]:
+        """The context of `CausalForward.assume_unchanged`."""
         thread = threading.get_ident()
         before = self._checks.get(thread)
         if before is not None:

@@ -17,7 +17,7 @@ from ..trees import trimmed
 from .head import BlockHead
 from .saving import BlockFiles
 from .spec import BlockConventions, BlockOptions
-from .steps import CompiledSteps, PlainSteps, read_prompt
+from .steps import CapturedSteps, PlainSteps, read_prompt
 
 
 class BlockSession(HeadSession[BlockHead]):
@@ -27,7 +27,7 @@ class BlockSession(HeadSession[BlockHead]):
     a block nothing is kept.
     """
 
-    _steps: PlainSteps | CompiledSteps | None
+    _steps: PlainSteps | CapturedSteps | None
     _last: Tensor | None = None  # int64 [B, 2], the root of every row and the token before it, this one first
 
     @torch.no_grad()
@@ -45,8 +45,8 @@ class BlockSession(HeadSession[BlockHead]):
         reading = self._begin(tokens)
         last = read_prompt(head, reading, head.join(states))
         self._steps = PlainSteps(self._loaded, reading, self.options, last)
-        if self._compiler is not None:
-            self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
+        if self._runner is not None:
+            self._steps = CapturedSteps(self._steps, self._loaded, reading, self.options, self._runner)
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> DraftTree:
@@ -98,6 +98,5 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         return f"BlockDrafter({self.spec.method}, {self.spec.dialect}, block of {self.spec.block_size}, {self.options})"
 
     def start(self, request: DraftRequest) -> BlockSession:
-        loaded = self.follow(request.target)
-        loaded.head.quicken()
+        loaded = self.ready(request.target)
         return BlockSession(loaded, self.options, self.conversations, request)

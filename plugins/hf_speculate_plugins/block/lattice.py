@@ -113,7 +113,7 @@ class _FeedForward(nn.Module):
 
 
 class _LatticeAttention(nn.Module):
-    """Attention with the tensors of `nn.MultiheadAttention`, which cannot be recorded."""
+    """Attention with the tensors of `nn.MultiheadAttention`, which cannot be captured."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()

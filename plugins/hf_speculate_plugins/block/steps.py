@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import DraftState, Warpers
-from hf_speculate.forward import Along, text_entries
+from hf_speculate.forward import AcceptedPath, text_entries
 from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import (
-    CompiledForwards,
+    CapturedForwards,
     LoadedHead,
     Place,
     Reading,
@@ -145,7 +145,7 @@ def _read_context(head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor]) ->
     slots = lengths.max() + steps
     states = append_context(head, static_cache(stacks, slots), features, plan[:, _POSITION, None] + steps)
     if len(plan) > 1:  # one row has them at their place already
-        along = Along(steps.expand(len(plan), -1), plan[:, _COUNT])
+        along = AcceptedPath(steps.expand(len(plan), -1), plan[:, _COUNT])
         along.move(stacks, slots[0], lengths)
     return states
 
@@ -173,10 +173,10 @@ def _run_block(
     return head(head.block_ids(anchors), slots, head.attention(static_cache(stacks, places), masks))
 
 
-class CompiledSteps(CompiledForwards):
+class CapturedSteps(CapturedForwards):
     """The same with fixed shapes, compiled. Features wait for the next draft, which reads them.
 
-    For the arguments see `CompiledForwards`.
+    For the arguments see `CapturedForwards`.
     """
 
     _plain: PlainSteps

@@ -17,8 +17,8 @@ from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
 from ..trees import Frontier, grow_tree, log_shares
+from .captured import captured_drafts
 from .options import DraftModelOptions
-from .recorded import recorded_drafts
 
 
 class DraftModelSession(DraftSession):
@@ -56,7 +56,7 @@ class DraftModelSession(DraftSession):
         # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
         self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
-        self._recorded = recorded_drafts(self.scorer, request, options, mask)
+        self._recorded = captured_drafts(self.scorer, request, options, mask)
         self._num_prompt = num_prompt
         self._has_read_prompt = False
         self._texts: list[list[int]] = [[] for _ in range(batch_size)]
@@ -91,7 +91,7 @@ class DraftModelSession(DraftSession):
             del text[num_committed:]
 
     def _draft_recorded(self, state: DraftState) -> DraftTree | None:
-        """The draft of one recorded function; None if that is not possible."""
+        """The draft of one captured function; None if that is not possible."""
         depth, top_k = min(self.options.depth, state.max_depth), 1 if state.chains_only else self.options.top_k
         if self._recorded is None or depth < 1:
             return None
@@ -109,7 +109,7 @@ class DraftModelSession(DraftSession):
         self._note_chain()
         limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
         if limit is not None:
-            if self._recorded is None:  # recorded drafts have all rows
+            if self._recorded is None:  # captured drafts have all rows
                 self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
             limit = self._depth_limit(self.cache.rows)  # rows that have ended may have stayed
         if limit is None:
@@ -135,7 +135,7 @@ class DraftModelSession(DraftSession):
     def _num_common(self, row: int) -> int:
         """Number of committed tokens after the prompt, without the root, that the cache holds."""
         text, cached = self._texts[row][:-1], self._cached[row]
-        if cached == text[: len(cached)]:  # as after every recorded draft; much faster than the loop over tokens
+        if cached == text[: len(cached)]:  # as after every captured draft; much faster than the loop over tokens
             return len(cached)
         return common_prefix(text, cached)
 

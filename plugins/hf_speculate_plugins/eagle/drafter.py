@@ -16,8 +16,8 @@ from hf_speculate.tree import DraftTree, TreePlan
 
 from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
 from ..trees import best_tree, slot_scores, slot_shares, trimmed
+from .captured import CapturedSteps
 from .head import EagleHead
-from .recorded import CompiledSteps
 from .saving import EagleFiles
 from .spec import EagleConventions, EagleOptions, TreeSize
 from .steps import Pending, PlainSteps, read_prompt
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .native import NativeForward
 
 
-Steps = PlainSteps | CompiledSteps
+Steps = PlainSteps | CapturedSteps
 
 
 class EagleSession(HeadSession[Any]):
@@ -104,9 +104,9 @@ class EagleSession(HeadSession[Any]):
 
             return NativeSteps(self._loaded, reading, native)  # not compiled: graphs of trees are slower
         plain = PlainSteps(self._loaded, reading, native)
-        if self._compiler is None:
+        if self._runner is None:
             return plain
-        return CompiledSteps(plain, self._loaded, reading, self.options, self._compiler)
+        return CapturedSteps(plain, self._loaded, reading, self.options, self._runner)
 
     def _read_pending(self) -> None:
         if self._reading is None or self._steps is None or self._pending is None:
@@ -139,7 +139,7 @@ class EagleSession(HeadSession[Any]):
         if not depth:
             return DraftTree.root_only(state.root_ids)
         # Another width would be another graph.
-        width = options.width(state.samples, state.num_nodes if self._compiler is None else None)
+        width = options.width(state.samples, state.num_nodes if self._runner is None else None)
         if width > 1 and not state.chains_only:
             return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
         # The most nodes that a chain may have: the number for this round would be another graph.
@@ -215,8 +215,13 @@ class EagleDrafter(HeadDrafter[EagleHead]):
             made = self._made = head, NativeForward.of(head)
         return made[1]
 
+    def ready(self, target: GenerativeModel) -> LoadedHead[EagleHead]:
+        """The head that drafts for `target`, with the kernel's form of it."""
+        loaded = super().ready(target)
+        self._native_of(loaded.head)
+        return loaded
+
     def start(self, request: DraftRequest) -> EagleSession:
-        loaded = self.follow(request.target)
-        loaded.head.quicken()
+        loaded = self.ready(request.target)
         native = self._native_of(loaded.head)
         return EagleSession(loaded, self.entry_layers, self.options, self.conversations, request, native)

@@ -1,6 +1,6 @@
 """Forwards of an EAGLE session after one reading: read entries, run a level, grow a tree.
 
-Forwards append entries; the session selects which of them stay. They are the reference for those of `recorded` and
+Forwards append entries; the session selects which of them stay. They are the reference for those of `captured` and
 `native`.
 """
 

@@ -3,13 +3,14 @@
 The drafters and sessions of methods are built on these; nothing here knows a method.
 """
 
-from .compiled import CompiledForwards as CompiledForwards
-from .compiled import form_of as form_of
-from .compiled import log_noise_of as log_noise_of
-from .compiled import request_inputs as request_inputs
+from .captured import CapturedForwards as CapturedForwards
+from .captured import form_of as form_of
+from .captured import log_noise_of as log_noise_of
+from .captured import request_inputs as request_inputs
 from .drafter import HeadDrafter as HeadDrafter
 from .drafter import HeadSession as HeadSession
 from .drafter import LoadedDrafter as LoadedDrafter
+from .drafter import can_prepare as can_prepare
 from .files import HeadFiles as HeadFiles
 from .files import Limit as Limit
 from .files import Written as Written

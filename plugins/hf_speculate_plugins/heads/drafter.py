@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
+import torch
 from torch import Tensor
 
 from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSession, SavedHead
@@ -17,7 +18,7 @@ from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
 from ..origin import check_origin
-from .compiled import problem_with_head
+from .captured import problem_with_head
 from .files import HeadFiles
 from .following import check_follows, following
 from .head import Head, LoadedHead
@@ -67,6 +68,26 @@ class LoadedDrafter(Drafter, Generic[Head]):
         if loaded is not self._loaded:
             self._loaded, self.conversations = loaded, Conversations()  # what was read was read by another head
         return loaded
+
+    def ready(self, target: GenerativeModel) -> LoadedHead[Head]:
+        """The head that drafts for `target`, its matrices in 8 bits where the kernel multiplies them."""
+        loaded = self.follow(target)
+        loaded.head.quicken()
+        return loaded
+
+    def prepare(self, target: GenerativeModel) -> None:
+        """Makes the 8-bit matrices, unless the kernel is still to be compiled."""
+        if can_prepare(self.head.device):
+            self.ready(target)
+
+
+def can_prepare(device: torch.device) -> bool:
+    """Whether the kernel multiplies on `device` and is at hand. The first request compiles one that is not."""
+    if device.type != "cpu":
+        return False
+    from hf_speculate_gguf.native import needs_compiler  # and the package for packed targets
+
+    return not needs_compiler()
 
 
 class HeadDrafter(LoadedDrafter[Head]):
@@ -170,10 +191,10 @@ class HeadSession(DraftSession, Generic[Head]):
         self._loaded, self._request, self._conversations = loaded, request, conversations
         self._text = request.carried_text
         self.carries_over = self._text is not None
-        self._compiler = request.compiler
-        if self._compiler is not None and (problem := problem_with_head(loaded.head)):
-            self._compiler.refuse(problem)
-            self._compiler = None
+        self._runner = request.graph_runner
+        if self._runner is not None and (problem := problem_with_head(loaded.head)):
+            self._runner.refuse(problem)
+            self._runner = None
         self._reading: Reading | None = None
         self._steps: Any = None
 

@@ -90,7 +90,7 @@ def with_sink(
 
 
 class PlacedAttention:
-    """`Attend` for a recorded forward that appends to static buffers, by the kernel for trees.
+    """`Attend` for a captured forward that appends to static buffers, by the kernel for trees.
 
     Args:
         cache: static buffers of keys and values.

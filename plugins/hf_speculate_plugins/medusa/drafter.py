@@ -21,7 +21,7 @@ from hf_speculate.target import GenerativeModel, weight_device
 from hf_speculate.tree import DraftTree
 
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes
-from ..heads import is_placed, placed_copy
+from ..heads import can_prepare, is_placed, placed_copy
 from ..origin import check_head_vocabulary, check_origin
 from .head import MedusaHeads, QuickOutputs
 from .loading import PREFIXES, check_backbone, layout_of, read_heads
@@ -197,6 +197,11 @@ class MedusaDrafter(Drafter):
             heads = self.heads = placed_copy(heads, target.dtype, device)
             self.tree = (self._given_tree or self._best_tree()).cut(heads.num_heads)
         return heads
+
+    def prepare(self, target: GenerativeModel) -> None:
+        """Makes the outputs in 8 bits, unless the kernel is still to be compiled."""
+        if can_prepare(self.heads.device):
+            self._quick_of(self.follow(target)).of(target)
 
     def start(self, request: DraftRequest) -> MedusaSession:
         heads = self.follow(request.target)

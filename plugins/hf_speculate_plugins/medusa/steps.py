@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
-from hf_speculate.graphs import Buffers, Compiler, SetKey, pool_of
+from hf_speculate.graphs import Buffers, GraphRunner, SetKey, pool_of
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
@@ -127,11 +127,11 @@ def medusa_draft(
     return filled(form, num_ranks, plan[:, _ROOT], logits, log_noise, warpers, token_ids)
 
 
-class CompiledSteps:
+class CapturedSteps:
     """The draft as one graph with fixed shapes."""
 
-    def __init__(self, plain: PlainSteps, heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler):
-        self._plain, self._heads, self._lm_head, self._compiler = plain, heads, lm_head, compiler
+    def __init__(self, plain: PlainSteps, heads: MedusaHeads, lm_head: nn.Module | None, runner: GraphRunner):
+        self._plain, self._heads, self._lm_head, self._runner = plain, heads, lm_head, runner
         self._sets: dict[SetKey, Buffers] = {}
 
     def draft(self, seen: Seen, state: DraftState, tree: StaticTree, depth: int) -> DraftTree:
@@ -142,7 +142,7 @@ class CompiledSteps:
             return heads, self._lm_head, inputs, form, tuple(state.warpers), tree.max_depth, tree.num_ranks
 
         key = (len(state.root_ids), heads.dtype, tree, *form_of(state))
-        result = self._compiler.run(heads, heads.device, key, medusa_draft, arguments, lambda: None)
+        result = self._runner.run(heads, heads.device, key, medusa_draft, arguments, lambda: None)
         if result is None:
             return self._plain.draft(seen, state, tree, depth)
         tree = tree.cut(depth)
@@ -175,27 +175,27 @@ class CompiledSteps:
         self._sets = {}
 
 
-Steps = PlainSteps | CompiledSteps
+Steps = PlainSteps | CapturedSteps
 
 
 def steps_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> Steps:
-    """The steps of one request: compiled where there is a compiler, and that is possible and faster."""
+    """The steps of one request: captured where there is a graph runner, and that is possible and faster."""
     # Looked up here and not kept in the drafter, which would keep the target alive.
     lm_head = request.target.get_output_embeddings() if heads.output_weight is None else None
-    plain, compiler = PlainSteps(heads, HeadForward(heads, lm_head)), request.compiler
-    if compiler is not None:
-        if not (problem := _problem_with(heads, lm_head, compiler)):
-            return CompiledSteps(plain, heads, lm_head, compiler)
-        compiler.refuse(problem)
+    plain, runner = PlainSteps(heads, HeadForward(heads, lm_head)), request.graph_runner
+    if runner is not None:
+        if not (problem := _problem_with(heads, lm_head, runner)):
+            return CapturedSteps(plain, heads, lm_head, runner)
+        runner.refuse(problem)
     if quick_outputs := quick.of(request.target):
         return PlainSteps(heads, QuickForward(heads, quick_outputs))
     return plain
 
 
-def _problem_with(heads: MedusaHeads, lm_head: nn.Module | None, compiler: Compiler) -> str:
+def _problem_with(heads: MedusaHeads, lm_head: nn.Module | None, runner: GraphRunner) -> str:
     """The reason why a draft is not compiled; "" if it is."""
     has_many = heads.output_weight is not None and len(heads.output_weight) > 1
-    if compiler.backend == "inductor" and has_many and heads.device.type == "cpu":
+    if runner.backend == "inductor" and has_many and heads.device.type == "cpu":
         return "Medusa heads with matrices of their own take longer compiled by inductor on a CPU"
     if lm_head is not None and any(parameter.device != heads.device for parameter in lm_head.parameters()):
         return "Medusa heads and the target's output layer on different devices"

@@ -130,6 +130,5 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
         check_follows(self._loaded, target)
 
     def start(self, request: DraftRequest) -> EagleSession:
-        loaded = self.follow(request.target)
-        loaded.head.quicken()
+        loaded = self.ready(request.target)
         return EagleSession(loaded, self.feature_layers, self.options, self.conversations, request)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.graphs import Recordings
+from hf_speculate.graphs import CudaGraphs
 from hf_speculate.messages import get_logger
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.target import GenerativeModel
@@ -207,8 +207,8 @@ def _warm_up(model: GenerativeModel, method: Method, requests: Sequence[Request]
 
 
 def _num_compiled() -> int:
-    """Number of graphs that were compiled or recorded in this process so far."""
-    return counters["stats"]["unique_graphs"] + Recordings.num_recorded
+    """Number of graphs that were compiled or captured in this process so far."""
+    return counters["stats"]["unique_graphs"] + CudaGraphs.num_captured
 
 
 def num_steps(num_methods: int, num_requests: int, repeats: int) -> int:

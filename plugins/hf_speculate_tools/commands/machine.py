@@ -43,7 +43,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _attention(device: torch.device) -> dict[str, Any]:
-    """Attention backends of our forwards, whether recorded ones have a kernel, and whether other forwards may use
+    """Attention backends of our forwards, whether captured ones have a kernel, and whether other forwards may use
     cuDNN's; nothing where there is no choice."""
     backends = backends_in_use(device)
     if not backends:

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from hf_speculate.drafting import DraftRequest
-from hf_speculate.graphs import Compiler
+from hf_speculate.graphs import GraphRunner
 from hf_speculate_gguf.native import RoundedLinear
 from hf_speculate_plugins.medusa import MedusaHeads
 from hf_speculate_plugins.medusa.head import QuickForward, QuickOutputs
-from hf_speculate_plugins.medusa.steps import CompiledSteps, PlainSteps, steps_of
+from hf_speculate_plugins.medusa.steps import CapturedSteps, PlainSteps, steps_of
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")
@@ -87,16 +87,16 @@ def test_targets_are_not_kept_alive():
     assert alive() is None
 
 
-def test_compiled_heads_ask_for_none():
+def test_captured_heads_ask_for_none():
     """Copies would be made in vain."""
     heads, target = heads_of(0), Target()
-    for compiler, kind in ((None, PlainSteps), (Compiler("eager", Counter()), CompiledSteps)):
+    for runner, kind in ((None, PlainSteps), (GraphRunner("eager", Counter()), CapturedSteps)):
         outputs = QuickOutputs(heads)
-        request = DraftRequest(target=target, input_ids=torch.zeros(1, 3, dtype=torch.long), compiler=compiler)
+        request = DraftRequest(target=target, input_ids=torch.zeros(1, 3, dtype=torch.long), graph_runner=runner)
         steps = steps_of(heads, outputs, request)
         assert type(steps) is kind
-        assert compiler is not None or type(steps._forward) is QuickForward
-        assert len(outputs._targets) == (compiler is None)
+        assert runner is not None or type(steps._forward) is QuickForward
+        assert len(outputs._targets) == (runner is None)
 
 
 def test_what_the_kernel_does_not_multiply(monkeypatch):

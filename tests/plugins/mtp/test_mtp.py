@@ -74,7 +74,7 @@ def test_the_drafter_keeps_the_contract(target_of, prompt, family):
 
 
 @pytest.mark.parametrize("family", quick_quarter(["glm4_moe", "deepseek_v3", "qwen2", "llama"]))
-def test_recorded_drafts_are_those_of_the_modules(target_of, prompt, monkeypatch, family):
+def test_captured_drafts_are_those_of_the_modules(target_of, prompt, monkeypatch, family):
     target, inputs = target_of(family), padded_batch(prompt, (8, 5))
     texts, counts = [], []
     for compile in (False, None):

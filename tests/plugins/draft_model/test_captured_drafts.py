@@ -1,4 +1,4 @@
-"""Recorded drafts of a draft model: those of the session's own loop of forwards, round by round, and the same text."""
+"""Captured drafts of a draft model: those of the session's own loop of forwards, round by round, and the same text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, DraftState, ranking
-from hf_speculate.graphs.graph_runner import Compiler, graphs_of
+from hf_speculate.graphs.graph_runner import GraphRunner, graphs_of
 from hf_speculate_plugins import trees
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.draft_model.session import DraftModelSession
 
+from ...support.captured_drafts import assert_alike, drafts_of, place_of, unwrap_functions
 from ...support.inputs import padded_batch
 from ...support.models import build_tiny_gpt2, build_tiny_model
-from ...support.recorded_drafts import assert_alike, drafts_of, place_of, unwrap_functions
 from ...support.replays import stand_in
 from ...support.tiers import quick
 
@@ -64,7 +64,7 @@ def place(request, monkeypatch):
 
 
 def assert_same_drafts(place, shape, batch, request, model=None):
-    """Compares recorded drafts with plain ones. Returns the recorded, and their drafter."""
+    """Compares captured drafts with plain ones. Returns the recorded, and their drafter."""
     model = model or similar_model()
     expected = drafts_of(DraftModelSession, target(), drafter_of(shape, model), batch, request, compile=False)
     drafter = drafter_of(shape, place.put(model))  # its own model: recordings stay with it
@@ -139,11 +139,11 @@ def test_a_second_turn(place, prompt, shape, first_compile):
 
 def test_later_requests_record_nothing(place, prompt):
     model, drafter = place.put(target()), drafter_of("chain", place.put(similar_model()))
-    num_recorded = []
+    num_captured = []
     for length in (9, 20, 14):
         model.generate(prompt(length).to(place.name), **REQUEST, speculator=Speculator(drafter))
-        num_recorded.append(place.replays.names.count("model_draft"))
-    assert num_recorded[0] == num_recorded[2]
+        num_captured.append(place.replays.names.count("model_draft"))
+    assert num_captured[0] == num_captured[2]
 
 
 @pytest.mark.parametrize(("shape", "rate"), [("chain", 0.3), ("tree", 0.8)])
@@ -173,8 +173,8 @@ class Stranger:
         drafter = drafter_of(shape, model)
         facts = {"target": model, "input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         self.fallbacks = Counter()
-        compiler = Compiler(None, self.fallbacks)
-        self._sessions = drafter.start(DraftRequest(**facts)), drafter.start(DraftRequest(**facts, compiler=compiler))
+        runner = GraphRunner(None, self.fallbacks)
+        self._sessions = drafter.start(DraftRequest(**facts)), drafter.start(DraftRequest(**facts, graph_runner=runner))
         self._choose = random.Random(seed)
         self._texts = [[self._any()] for _ in lengths]
         known = torch.cat([batch["input_ids"][:, 1:], torch.tensor(self._texts)], dim=1)
@@ -285,7 +285,7 @@ class TestCompiled:
     @pytest.fixture(autouse=True)
     def _without_checks(self, fresh_dynamo, monkeypatch):
         """The target is not compiled."""
-        monkeypatch.setattr("hf_speculate.request.preparation.compiled", lambda scorer, *_args, **_options: scorer)
+        monkeypatch.setattr("hf_speculate.request.preparation.with_graphs", lambda scorer, *_args, **_options: scorer)
         unwrap_functions(monkeypatch, (trees, ranking, tree))
 
     @pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])

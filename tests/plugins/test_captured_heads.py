@@ -13,15 +13,16 @@ from torch._dynamo.utils import counters
 from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, ranking
-from hf_speculate.graphs.graph_runner import Compiler, graphs_of
+from hf_speculate.graphs.graph_runner import GraphRunner, graphs_of
 from hf_speculate_gguf import load_model
 from hf_speculate_plugins import block, eagle, trees
 from hf_speculate_plugins.eagle import EagleDrafter
 from hf_speculate_plugins.heads import head as heads_head
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
-from hf_speculate_plugins.medusa.steps import CompiledSteps
+from hf_speculate_plugins.medusa.steps import CapturedSteps
 
 from ..support.block_heads import random_block
+from ..support.captured_drafts import unwrap_functions
 from ..support.heads import (
     DEPTH,
     HIDDEN,
@@ -36,11 +37,10 @@ from ..support.heads import (
     write_head,
 )
 from ..support.random_gguf import FileShape, one_type, write_random_file
-from ..support.recorded_drafts import unwrap_functions
 
 
 CHECKED = (
-    *(eagle.head, eagle.steps, eagle.recorded, block.head, block.steps, block.scores),
+    *(eagle.head, eagle.steps, eagle.captured, block.head, block.steps, block.scores),
     *(heads_head, trees, ranking, tree),
 )
 # Shape checks are decorators that dynamo cannot trace.
@@ -59,7 +59,7 @@ def _without_checks(fresh_dynamo, monkeypatch):
 @pytest.fixture
 def heads_only(monkeypatch):
     """The target is not compiled: that takes most of the time, and has its own tests."""
-    monkeypatch.setattr("hf_speculate.request.preparation.compiled", lambda scorer, *_args, **_options: scorer)
+    monkeypatch.setattr("hf_speculate.request.preparation.with_graphs", lambda scorer, *_args, **_options: scorer)
 
 
 def eagle(folder, layout="safeailab", shape="dynamic"):
@@ -201,9 +201,9 @@ def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
 )
 def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend, is_compiled):
     fallbacks = Counter()
-    request = DraftRequest(target=target(), input_ids=prompt(4), compiler=Compiler(backend, fallbacks))
+    request = DraftRequest(target=target(), input_ids=prompt(4), graph_runner=GraphRunner(backend, fallbacks))
     session = medusa(outputs).start(request)
-    assert isinstance(session._steps, CompiledSteps) == bool(is_compiled)
+    assert isinstance(session._steps, CapturedSteps) == bool(is_compiled)
     assert bool(fallbacks) != bool(is_compiled)
 
 
@@ -232,7 +232,7 @@ def test_on_a_gpu(tmp_path, prompt):
         for backend in (None, "eager", "inductor"):
             speculator = Speculator(drafter, compile=backend)
             text = prompt(12).to("cuda")
-            for _ in range(3):  # compiled, recorded, replayed
+            for _ in range(3):  # compiled, captured, replayed
                 found = model.generate(text, speculator=speculator, do_sample=False, **REQUEST)
                 assert torch.equal(found, model.generate(text, do_sample=False, **REQUEST))
             assert not speculator.stats.fallbacks

@@ -1,4 +1,4 @@
-"""Recorded drafts of Medusa heads: those of the plain heads, round by round."""
+"""Captured drafts of Medusa heads: those of the plain heads, round by round."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from hf_speculate import Speculator
 from hf_speculate.drafting import DraftRequest, DraftState
-from hf_speculate.graphs import Compiler
+from hf_speculate.graphs import GraphRunner
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
 from hf_speculate_plugins.medusa.drafter import MedusaSession
-from hf_speculate_plugins.medusa.steps import CompiledSteps, PlainSteps
+from hf_speculate_plugins.medusa.steps import CapturedSteps, PlainSteps
 
+from ...support.captured_drafts import assert_alike, drafts_of, place_of
 from ...support.heads import HIDDEN, MEDUSA_CHOICES, PLAIN, random_heads, target
 from ...support.inputs import padded_batch
-from ...support.recorded_drafts import assert_alike, drafts_of, place_of
 from ...support.replays import stand_in
 from ...support.tiers import quick
 
@@ -77,9 +77,9 @@ def test_later_requests_replay_what_earlier_ones_recorded(monkeypatch, prompt):
     assert replays.names == ["medusa_draft", "tree_forward"]
 
 
-def drafts_after(model, heads, states, compiler=None, **fields):
+def drafts_after(model, heads, states, runner=None, **fields):
     """The drafts of four rounds for two rows, with and without a compiler, from random states."""
-    request = DraftRequest(target=model, input_ids=torch.zeros(2, 1, dtype=torch.long), compiler=compiler)
+    request = DraftRequest(target=model, input_ids=torch.zeros(2, 1, dtype=torch.long), graph_runner=runner)
     session, trees = medusa(model, heads).start(request), []
     for max_depth in (9, 9, 2, 9):
         session.observe(torch.zeros(2, 3), {7: states}, torch.tensor([3, 1]))
@@ -95,7 +95,7 @@ def drafts_after(model, heads, states, compiler=None, **fields):
 def test_chains_and_trees_that_are_cut(monkeypatch, chains_only):
     replays, states = stand_in(monkeypatch), torch.randn(2, 3, HIDDEN)
     expected = drafts_after(target(), random_heads(), states, chains_only=chains_only)
-    found = drafts_after(target(), random_heads(), states, Compiler(None, Counter()), chains_only=chains_only)
+    found = drafts_after(target(), random_heads(), states, GraphRunner(None, Counter()), chains_only=chains_only)
     assert found == expected
     assert [depth for *_, depth in found] == [3, 3, 2, 3]
     assert replays.names == ["medusa_draft"]
@@ -121,7 +121,7 @@ def test_an_output_layer_that_is_elsewhere_is_not_recorded():
     """Accelerate fetches an offloaded one at each call."""
     model, fallbacks = copy.deepcopy(target()), Counter()
     model.lm_head.to("meta")
-    request = DraftRequest(target=model, input_ids=torch.zeros(1, 1).long(), compiler=Compiler(None, fallbacks))
-    for heads, kind in ((random_heads(outputs=0), PlainSteps), (random_heads(), CompiledSteps)):
+    request = DraftRequest(target=model, input_ids=torch.zeros(1, 1).long(), graph_runner=GraphRunner(None, fallbacks))
+    for heads, kind in ((random_heads(outputs=0), PlainSteps), (random_heads(), CapturedSteps)):
         assert type(medusa(target(), heads).start(request)._steps) is kind
     assert fallbacks == {"not recorded: Medusa heads and the target's output layer on different devices": 1}

@@ -30,7 +30,7 @@ _SUM_UP = (TypicalLogitsWarper, EtaLogitsWarper, TopHLogitsWarper, SynthIDTextWa
 _CALLED = (FunctionType, MethodType, partial, nn.Module)
 
 
-def undisturbed(model: GenerativeModel, *others: Any, is_threaded: bool = False) -> AbstractContextManager[None]:
+def assume_unchanged(model: GenerativeModel, *others: Any, is_threaded: bool = False) -> AbstractContextManager[None]:
     """A context for the forwards of a request. It promises a packed model that it will not be changed, if that is
     known.
 
@@ -41,9 +41,9 @@ def undisturbed(model: GenerativeModel, *others: Any, is_threaded: bool = False)
             it meanwhile, or compiled code depends on it.
     """
     forward: Any = vars(model).get("forward")
-    if not hasattr(forward, "undisturbed") or not all(map(_is_known, _each(others))):
+    if not hasattr(forward, "assume_unchanged") or not all(map(_is_known, _each(others))):
         return nullcontext()
-    return forward.undisturbed(is_threaded or any(type(other) in _SUM_UP for other in _each(others)))
+    return forward.assume_unchanged(is_threaded or any(type(other) in _SUM_UP for other in _each(others)))
 
 
 def _each(others: Iterable[Any]) -> Iterable[Any]:

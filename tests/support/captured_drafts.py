@@ -1,4 +1,4 @@
-"""Drafts of whole requests, to compare recorded ones with plain ones round by round."""
+"""Drafts of whole requests, to compare captured ones with plain ones round by round."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .replays import Replays, stand_in
 
 
 class Place(NamedTuple):
-    """Where requests are recorded.
+    """Where requests are captured.
 
     Attributes:
         name: name of the device.
         put: function that places a copy of a module there.
-        replays: what was recorded.
+        replays: what was captured.
     """
 
     name: str

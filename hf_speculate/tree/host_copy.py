@@ -13,7 +13,7 @@ from torch import Tensor
 from .host_tree import HostTree
 
 
-class Reading:
+class HostCopy:
     """Reads a tree's tokens, parents and values on first use.
 
     Args:
@@ -27,10 +27,10 @@ class Reading:
         self._tensors = [tensor for tensor in (token_ids, on_device, values) if tensor is not None]
         self._parents = None if isinstance(parents, Tensor) else parents
         self._has_values = values is not None
-        self._source: tuple[Reading, Callable[[HostTree], HostTree]] | None = None
+        self._source: tuple[HostCopy, Callable[[HostTree], HostTree]] | None = None
 
-    def through(self, source: Reading, change: Callable[[HostTree], HostTree]) -> Reading:
-        """This reading, changed to apply `change` to what `source` reads, so that nothing is read twice.
+    def through(self, source: HostCopy, change: Callable[[HostTree], HostTree]) -> HostCopy:
+        """This copy, changed to apply `change` to what `source` reads, so that nothing is read twice.
 
         An error of `change` is raised where the lists are first used.
         """
@@ -39,7 +39,7 @@ class Reading:
 
     @property
     def is_derived(self) -> bool:
-        """Whether the lists come from another tree's reading."""
+        """Whether the lists come from another tree's copy."""
         return self._source is not None
 
     @property
@@ -78,14 +78,14 @@ class Reading:
         self.host = self._changed(found)
 
     def _changed(self, host: HostTree) -> HostTree:
-        """The lists of this reading, from those of the reading that it comes from."""
+        """The lists of this copy, from those of the copy that it comes from."""
         if self._source is None:
             return host
         source, change = self._source
         return change(source._changed(host))
 
     @property
-    def _origin(self) -> Reading:
+    def _origin(self) -> HostCopy:
         return self if self._source is None else self._source[0]._origin
 
     def _as_host(self, lists: Sequence[list[list[Any]]]) -> HostTree:

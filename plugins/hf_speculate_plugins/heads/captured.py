@@ -20,7 +20,7 @@ from hf_speculate.drafting import DraftState
 from hf_speculate.forward import NODE_BUCKETS, width_for
 from hf_speculate.graphs import (
     Buffers,
-    Compiler,
+    GraphRunner,
     PromptMasks,
     Stacks,
     capacity_for,
@@ -38,11 +38,11 @@ from .reading import Reading
 Result = TypeVar("Result")
 
 
-class CompiledForwards:
+class CapturedForwards:
     """Compiled forwards of one head after one reading."""
 
-    def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, compiler: Compiler):
-        self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler
+    def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, runner: GraphRunner):
+        self._plain, self._reading, self._options, self._runner = plain, reading, options, runner
         self._loaded, self._head = loaded, loaded.head
         self._cache = reading.cache.cache
         layers = self._cache.layers
@@ -73,7 +73,7 @@ class CompiledForwards:
     @cached_property
     def _starts(self) -> list[int] | None:
         head, reading = self._head, self._reading
-        is_possible = self._compiler.backend is None and head.attends_by_kernel
+        is_possible = self._runner.backend is None and head.attends_by_kernel
         if not is_possible or not kernel_fits(head.dtype, head.device):
             return None
         return prompt_starts(reading.prompt_mask, len(reading.cache.lengths))
@@ -95,7 +95,7 @@ class CompiledForwards:
         """
         (batch_size, count), head = inputs[0].shape[:2], self._head
         if count > NODE_BUCKETS[-1]:
-            self._compiler.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once")
+            self._runner.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once")
             return plain()
         width = width if count <= width else width_for(count)
         end = self.end
@@ -122,9 +122,9 @@ class CompiledForwards:
     def run(
         self, key: Any, function: Any, arguments: Callable[[], tuple[Any, ...]], plain: Callable[[], Result]
     ) -> Any | Result:
-        """`Compiler.run` for this head, with the attention backends of our forwards."""
+        """`GraphRunner.run` for this head, with the attention backends of our forwards."""
         with tree_backends(self._head.device):
-            return self._compiler.run(self._head, self._head.device, key, function, arguments, plain)
+            return self._runner.run(self._head, self._head.device, key, function, arguments, plain)
 
 
 def request_inputs(

@@ -1,9 +1,9 @@
-"""The draft of a draft model as one function of tensors with fixed shapes, so that it can be recorded or compiled.
+"""The draft of a draft model as one function of tensors with fixed shapes, so that it can be captured or compiled.
 
 Each level of a draft is a forward of some hundred kernels, which the host launches more slowly than a GPU runs them.
 The function reads the committed tokens that the cache lacks, and grows the chain or tree after them. Its depth is one
 of few. For a draft that is to be less deep, it computes the other levels for nothing. The reference is the session's
-own loop of forwards, which also makes the drafts that cannot be recorded.
+own loop of forwards, which also makes the drafts that cannot be captured.
 
 Accepted tokens are read again, so the cache holds committed tokens only. That costs no time: the function always reads
 as many tokens as a whole accepted path has.
@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_speculate.attention import TreePlace, fold, placed, prompt_starts, tree_backends
 from hf_speculate.cache import PreallocatedLayer, as_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_children
-from hf_speculate.forward import Along, Scorer, problem_with_recording, problem_with_static, text_mask
+from hf_speculate.forward import AcceptedPath, Scorer, problem_with_capture, problem_with_graph, text_mask
 from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of, static_cache
 from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
 from hf_speculate.transfers import copy_to_device
@@ -39,7 +39,7 @@ from .options import DraftModelOptions
 # of the draft; then the tokens to read.
 _LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _TOKENS = range(6)
 
-# Levels of recorded drafts.
+# Levels of captured drafts.
 _DEPTHS = (2, 4, 8)
 
 
@@ -103,7 +103,7 @@ class _Levels:
         causal = (steps[:, None] >= steps)[None]
         logits = self._run(tokens, self.positions[:, None] + steps, slots, slots, causal)
         if len(plan) > 1:  # one row has its entries at their place already
-            Along(steps.expand_as(tokens), counts).move(self.stacks, slots[0], self.lengths)
+            AcceptedPath(steps.expand_as(tokens), counts).move(self.stacks, slots[0], self.lengths)
         self.lengths, self.positions = self.lengths + counts, self.positions + counts
         last = logits[torch.arange(len(plan), device=device, dtype=torch.long), counts - 1]
         return self._scores(last[:, None], 0)
@@ -166,23 +166,23 @@ class _Levels:
         return scores.nan_to_num(nan=0.0, neginf=-torch.inf)  # a tree sorts by value, and NaN would come first
 
 
-def recorded_drafts(
+def captured_drafts(
     scorer: Scorer, request: DraftRequest, options: DraftModelOptions, prompt_mask: Tensor | None
-) -> RecordedDrafts | None:
-    """The recorded drafts of a session; None if it records nothing, or for a reason that its compiler counts."""
-    compiler, model = request.compiler, scorer.model
-    if compiler is None or has_native_layers(model):
+) -> CapturedDrafts | None:
+    """The captured drafts of a session; None if it captures nothing, or for a reason that its graph runner counts."""
+    runner, model = request.graph_runner, scorer.model
+    if runner is None or has_native_layers(model):
         return None
     if problem := _problem(scorer, request):
-        compiler.refuse(f"draft model: {problem}")
+        runner.refuse(f"draft model: {problem}")
         return None
-    return RecordedDrafts(scorer, request, options, prompt_mask)
+    return CapturedDrafts(scorer, request, options, prompt_mask)
 
 
 def _problem(scorer: Scorer, request: DraftRequest) -> str:
-    """The reason why no draft can be recorded; "" if drafts can."""
+    """The reason why no draft can be captured; "" if drafts can."""
     model = scorer.model
-    if problem := problem_with_static(scorer) or problem_with_recording(model):
+    if problem := problem_with_graph(scorer) or problem_with_capture(model):
         return problem
     if num_positions(model.config) is not None or not takes_position_ids(model):
         return "positions without RoPE"
@@ -192,32 +192,32 @@ def _problem(scorer: Scorer, request: DraftRequest) -> str:
     return "" if is_plain else "layers without entries of their own"
 
 
-class RecordedDrafts:
-    """The drafts of one session, each a call of `model_draft`; for its arguments see `recorded_drafts`."""
+class CapturedDrafts:
+    """The drafts of one session, each a call of `model_draft`; for its arguments see `captured_drafts`."""
 
     def __init__(self, scorer: Scorer, request: DraftRequest, options: DraftModelOptions, prompt_mask: Tensor | None):
-        assert request.compiler is not None
+        assert request.graph_runner is not None
         sizes = (each.config.get_text_config(decoder=True).vocab_size for each in (scorer.model, request.target))
-        self._scorer, self._compiler, self._options = scorer, request.compiler, options
+        self._scorer, self._runner, self._options = scorer, request.graph_runner, options
         self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._vocab_size = min(sizes)
         self._groups = scorer.attention.groups if scorer.attention.form == "folded" else 1
         self._prompts = PromptMasks()
         self._starts = None
-        if request.compiler.backend is None and scorer.attention.static_form(scorer.attention_dtype) == "kernel":
+        if request.graph_runner.backend is None and scorer.attention.captured_form(scorer.attention_dtype) == "kernel":
             self._starts = prompt_starts(self._prompt_mask, len(scorer.cache.rows))
         self._num_read = options.depth + 1  # tokens of a whole accepted path
         self._lease = lease_of(scorer.cache.cache, pool_of(scorer.model))
 
     def can_read(self, new: Iterable[Sequence[int]]) -> bool:
-        """Whether a recorded draft can read these tokens of each row. It appends to a cache that holds entries."""
+        """Whether a captured draft can read these tokens of each row. It appends to a cache that holds entries."""
         is_filled = all(layer.is_initialized for layer in self._layers)
         return is_filled and max(map(len, new)) <= self._num_read
 
     def draft(
         self, new: Sequence[Sequence[int]], positions: Sequence[int], state: DraftState, depth: int, top_k: int
     ) -> DraftTree | None:
-        """Commits tokens and drafts after them; None, and nothing done, if this draft cannot be recorded.
+        """Commits tokens and drafts after them; None, and nothing done, if this draft cannot be captured.
 
         Args:
             new: committed tokens of each row that the cache lacks, at least one (see `can_read`).
@@ -225,15 +225,15 @@ class RecordedDrafts:
         """
         scorer, top_k = self._scorer, min(top_k, self._vocab_size)
         if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in self._layers}) > 1:
-            self._compiler.refuse("draft model: layers of several shapes")
+            self._runner.refuse("draft model: layers of several shapes")
             return None
-        key: Any = self._compiler.choose(scorer.model, model_draft, self._keys(len(new), state, depth, top_k))
+        key: Any = self._runner.choose(scorer.model, model_draft, self._keys(len(new), state, depth, top_k))
 
         def arguments() -> tuple[Any, ...]:
             return self._arguments(key, new, positions, state, depth)
 
         with tree_backends(scorer.device):
-            result = self._compiler.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None)
+            result = self._runner.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None)
         if result is None:
             return None
         scorer.cache.has_moved = True

@@ -1,4 +1,4 @@
-"""Recorded drafts of one-pass heads: those of the plain heads, round by round."""
+"""Captured drafts of one-pass heads: those of the plain heads, round by round."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from hf_speculate import Speculator, transfers
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, DraftState
-from hf_speculate.graphs import Compiler
+from hf_speculate.graphs import GraphRunner
 from hf_speculate_plugins.block.drafter import BlockSession
 
 from ...support.block_heads import HIDDEN, KINDS, random_block
+from ...support.captured_drafts import assert_alike, assert_same_nodes, drafts_of, nodes_of, place_of
 from ...support.heads import PLAIN, target
 from ...support.inputs import padded_batch
 from ...support.pretended_device import TYPE, PretendedDevice
-from ...support.recorded_drafts import assert_alike, assert_same_nodes, drafts_of, nodes_of, place_of
 from ...support.replays import stand_in
 from ...support.tiers import quick
 
@@ -111,11 +111,11 @@ def features_of(generator, batch_size, count):
     return {layer: torch.randn(batch_size, count, HIDDEN, generator=generator) for layer in (0, 2)}
 
 
-def session_of(kind, num_tokens, padding, compiler=None):
+def session_of(kind, num_tokens, padding, runner=None):
     """A session that has read a prompt of 3 rows, of which the second begins with padding."""
     ids, mask = torch.zeros(3, num_tokens, dtype=torch.long), torch.ones(3, num_tokens, dtype=torch.long)
     mask[1, :padding] = 0
-    request = DraftRequest(target=target(), input_ids=ids, attention_mask=mask, compiler=compiler)
+    request = DraftRequest(target=target(), input_ids=ids, attention_mask=mask, graph_runner=runner)
     session = random_block(kind, target()).start(request)
     features = features_of(torch.Generator().manual_seed(1), 3, num_tokens)
     session.observe(ids, features, torch.full((3,), num_tokens))
@@ -125,10 +125,10 @@ def session_of(kind, num_tokens, padding, compiler=None):
 @pytest.mark.parametrize("num_tokens", [9, 490], ids=["short", "into larger buffers"])
 @pytest.mark.parametrize("kind", quick(KINDS, "windows", "jetspec", "rnn", "xpress", "lilicorr"))
 def test_rounds_of_any_length_and_depth(monkeypatch, kind, num_tokens):
-    """Rows advance by 0 to 5 tokens, or by more than a recording reads, with a draft after each round or not."""
+    """Rows advance by 0 to 5 tokens, or by more than a graph reads, with a draft after each round or not."""
     replays, choose, generator = stand_in(monkeypatch), random.Random(3), torch.Generator().manual_seed(2)
-    compiler = Compiler(None, Counter())
-    sessions = [session_of(kind, num_tokens, 4, each) for each in (compiler, None)]
+    runner = GraphRunner(None, Counter())
+    sessions = [session_of(kind, num_tokens, 4, each) for each in (runner, None)]
     for _ in range(12):
         roots = torch.tensor([choose.randrange(90) for _ in range(3)])
         fields = {"max_depth": choose.choice([1, 3, 9]), "chains_only": choose.random() < 0.2}

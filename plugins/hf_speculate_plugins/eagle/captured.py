@@ -1,4 +1,4 @@
-"""Forwards of an EAGLE session with static shapes, so that they can be recorded or compiled.
+"""Forwards of an EAGLE session with static shapes, so that they can be captured or compiled.
 
 A dynamic tree is one graph, together with the entries that are read before it. Every level of a small head is some
 hundred tiny kernels, and the host takes longer between them than they do. The depth of a graph is one of few; for a
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_speculate.attention import TreePlace
 from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.forward import Along, text_mask
+from hf_speculate.forward import AcceptedPath, text_mask
 from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan
@@ -25,7 +25,7 @@ from hf_speculate.tree import DraftTree, TreePlan
 from ..heads import (
     Attend,
     CachedAttention,
-    CompiledForwards,
+    CapturedForwards,
     FeedingHead,
     PlacedAttention,
     form_of,
@@ -83,7 +83,7 @@ def eagle_draft(
 
     Args:
         inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `starts`
-            (`CompiledForwards.starts`); `root` [B, Hd], states that rank the root's children, written where a row has
+            (`CapturedForwards.starts`); `root` [B, Hd], states that rank the root's children, written where a row has
             entries to read. `features`, one [B, J, Ht] for each that the head takes, if any are read; `request_inputs`.
     """
     plan, root = inputs["plan"], inputs["root"]
@@ -120,7 +120,7 @@ def _read_entries(head: FeedingHead[Any], stacks: Stacks, inputs: dict[str, Any]
     attend = _attention(stacks, slots, slots, inputs, lengths, (steps[:, None] >= steps)[None])
     hidden = head(tokens, head.fuse(inputs["features"]), plan[:, _POSITION, None] + steps, attend)
     if len(plan) > 1:  # one row has them at their place already
-        along = Along(steps.expand_as(tokens), plan[:, _COUNT])
+        along = AcceptedPath(steps.expand_as(tokens), plan[:, _COUNT])
         along.move(stacks, slots[0], lengths)
     return hidden
 
@@ -188,7 +188,7 @@ class _Levels:
                 stack.index_fill_(3, self._slots, 0)
 
 
-class CompiledSteps(CompiledForwards):
+class CapturedSteps(CapturedForwards):
     """The same forwards with fixed shapes, compiled; they have the options' depth and width, or the next bucket."""
 
     _plain: PlainSteps
@@ -234,7 +234,7 @@ class CompiledSteps(CompiledForwards):
         """A tree from `eagle_draft`; None, and nothing done, where there is no graph."""
         head = self._head
         keys = self._draft_keys(pending, len(root), state, size)
-        key: Any = self._compiler.choose(head, eagle_draft, keys)
+        key: Any = self._runner.choose(head, eagle_draft, keys)
 
         def arguments() -> tuple[Any, ...]:
             return self._arguments(key, pending, root, state, size.depth)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from hf_speculate import Speculator
 from hf_speculate.drafting import Drafter
-from hf_speculate.request import undisturbed as module
+from hf_speculate.request import unchanged as module
 from hf_speculate.testing import EmptyDrafter
 
 
@@ -28,7 +28,7 @@ class Watched:
         return self.forward(*arguments, **named)
 
     @contextmanager
-    def undisturbed(self, is_threaded):
+    def assume_unchanged(self, is_threaded):
         self.spans.append("open")
         yield
         self.spans.append("closed")
