@@ -131,6 +131,10 @@ class TestTests:
     def test_imported_test_modules_finds_every_form_of_import(self, statement):
         assert list(imported_test_modules(statement))
 
+    def test_readme_names_every_file_of_support(self):
+        named = re.findall(r"^\| `(\w+\.py)`", (TESTS / "README.md").read_text(), re.MULTILINE)
+        assert named == sorted(path.name for path in (TESTS / "support").glob("*.py"))
+
     @pytest.mark.parametrize("pattern", [*REST, *QUICK])
     def test_tier_patterns_match_files(self, pattern):
         assert any(fnmatchcase(path.relative_to(TESTS).as_posix(), pattern) for path in TESTS.rglob("test_*.py"))
