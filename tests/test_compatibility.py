@@ -55,7 +55,7 @@ class TestVersion:
         installed(version)
         check_version()
 
-    def test_an_old_one_is_not_even_imported(self, tmp_path):
+    def test_old_transformers_is_refused_before_its_import(self, tmp_path):
         (tmp_path / "transformers").mkdir()
         (tmp_path / "transformers" / "__init__.py").write_text("raise SystemExit('was imported')\n")
         metadata = tmp_path / "transformers-4.57.3.dist-info"
@@ -84,7 +84,7 @@ class TestFeatures:
 
 class TestMissingParts:
     @pytest.mark.rest
-    def test_a_module_without_what_is_imported(self):
+    def test_import_names_the_missing_part_of_transformers(self):
         said = last_line_of_a_failing_import(
             "import transformers.cache_utils", "del transformers.cache_utils.DynamicLayer"
         )
@@ -92,7 +92,7 @@ class TestMissingParts:
         assert "does not fit (cannot import name 'DynamicLayer' from 'transformers.cache_utils'" in said
         assert f"pip install 'transformers{WORKING}'" in said
 
-    def test_a_module_without_an_attribute(self):
+    def test_explained_names_a_missing_attribute(self):
         from transformers.generation import logits_process
 
         with pytest.raises(AttributeError) as caught:

@@ -49,7 +49,7 @@ from .support.tiny_heads import HIDDEN, write_eagle_head
     ],
     ids=range(9),
 )
-def test_json_that_is_none_or_too_much_is_refused(content, message, tmp_path):
+def test_read_json_refuses_invalid_and_oversized_files(content, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
@@ -67,7 +67,7 @@ def test_a_file_larger_than_asked_for_is_not_read(tmp_path):
         read_json(path)
 
 
-def test_half_a_character_is_no_text(tmp_path):
+def test_read_json_refuses_lone_surrogates(tmp_path):
     (tmp_path / "config.json").write_text(r'{"a": "\ud83d\ude00 \\ud800"}')
     assert read_json(tmp_path / "config.json") == {"a": "\U0001f600 \\ud800"}
     (tmp_path / "config.json").write_text(r'{"a": "\ud800"}')
@@ -89,7 +89,7 @@ def test_values_of_other_kinds_are_named(tmp_path):
             check_kinds("file", content, kinds)
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+def test_reading_refuses_files_that_are_not_regular(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to("loop")
@@ -131,7 +131,7 @@ def test_files_are_as_readable_as_the_users_other_files(tmp_path):
     assert {(tmp_path / name).stat().st_mode for name in ("a", "b")} == {(tmp_path / "other").stat().st_mode}
 
 
-def test_what_cannot_be_replaced_stays(tmp_path, monkeypatch):
+def test_replace_files_keeps_old_files_after_an_error(tmp_path, monkeypatch):
     replace_files(tmp_path, {"a": text_writer("old"), "b": json_writer({"old": 1})})
 
     def refuse(source, destination, replace=os.replace):
@@ -235,7 +235,7 @@ def test_an_interruption_at_any_step_puts_everything_back(tmp_path, monkeypatch,
     assert seen == [OLD] * num_old + [new] * (len(seen) - num_old)
 
 
-def test_a_folder_of_the_name_of_a_file_stays(tmp_path):
+def test_replace_files_refuses_to_replace_a_folder(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "inner").write_text("kept")
     with pytest.raises(CheckpointError, match=r"cannot replace a, b in .*a is a folder; nothing is lost"):
@@ -243,7 +243,7 @@ def test_a_folder_of_the_name_of_a_file_stays(tmp_path):
     assert tree(tmp_path) == {"a/inner": "kept"}
 
 
-def test_files_that_cannot_be_put_back_are_kept_and_named(tmp_path, monkeypatch):
+def test_replace_files_names_files_that_cannot_be_restored(tmp_path, monkeypatch):
     replace_files(tmp_path, {"a": text_writer("old a"), "b": text_writer("old")})
 
     def refuse(source, destination, replace=os.replace):

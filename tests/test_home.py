@@ -48,7 +48,7 @@ def drafters(speculator) -> list[str]:
     return [part.name for part in speculator.drafter.parts]
 
 
-def test_heads_are_saved_and_read(home, prompt):
+def test_home_paths_of_eagle_heads_are_expanded(home, prompt):
     model = target()
     write_head(home / "head")
     read = AutoSpeculator.from_pretrained("~/head", target=model)
@@ -61,14 +61,14 @@ def test_heads_are_saved_and_read(home, prompt):
         assert torch.equal(model.generate(prompt(9), **PLAIN, speculator=text), plain)
 
 
-def test_medusa_heads(home):
+def test_home_paths_of_medusa_heads_are_expanded(home):
     write_medusa_heads(home / "heads")
     read = AutoSpeculator.from_name("medusa", target=target(), heads="~/heads")
     read.drafter.save_pretrained("~/again")
     assert AutoSpeculator.from_pretrained("~/again", target=target()).drafter.name == "medusa"
 
 
-def test_draft_models(home, tiny_model):
+def test_home_paths_of_draft_models_are_expanded(home, tiny_model):
     model = tiny_model()
     tiny_model(num_layers=1).save_pretrained(home / "draft")
     assert drafters(AutoSpeculator.from_name("draft_model", target=model, model="~/draft")) == ["draft_model"]
@@ -78,7 +78,7 @@ def test_draft_models(home, tiny_model):
         hf_speculate.detach(model)
 
 
-def test_gguf_files(home, monkeypatch):
+def test_home_paths_of_gguf_files_are_expanded(home, monkeypatch):
     write_model(home / "model.gguf")
     packed = load_model("~/model.gguf", backend="dequantize")
     assert read_header("~/model.gguf").path == str(home / "model.gguf")
@@ -89,7 +89,7 @@ def test_gguf_files(home, monkeypatch):
     assert target_path("qwen2.5-coder-0.5b") == str(home / "model.gguf")
 
 
-def test_what_commands_read_and_write(home, hub):
+def test_home_paths_of_commands_are_expanded(home, hub):
     write_head(home / "head")
     assert local_folder("~/head") == target_path("~/head") == str(home / "head")
     convert_checkpoint("~/head", "~/converted", "specforge")
@@ -107,7 +107,7 @@ def test_what_commands_read_and_write(home, hub):
         assert done.exit_code == 0, done.output
 
 
-def test_recipes_and_what_they_name(home):
+def test_home_paths_in_recipes_are_expanded(home):
     sections = {
         "target": {"path": "~/target", "adapter": "~/adapter"},
         "data": {"train": "own.jsonl"},
@@ -123,7 +123,7 @@ def test_recipes_and_what_they_name(home):
         assert (home / "answers.jsonl").is_file()
 
 
-def test_stores(home):
+def test_home_paths_of_stores_are_expanded(home):
     SuffixStore().save("~/store.json")
     assert (home / "store.json").is_file()
     SuffixStore.load("~/store.json")

@@ -50,7 +50,7 @@ def test_headers_and_users_are_masked(text, shown):
 
 
 @pytest.mark.parametrize("name", ["hub_token", "token", "push_to_hub_token", "wandb_api_key", "hfToken", "db.password"])
-def test_names_of_secrets(name):
+def test_find_secret_knows_names_of_secrets(name):
     assert find_secret({"deep": {name: "abc"}}) == f"deep.{name}"
     assert publish_training({name: "abc", "seed": 1}) == {"seed": 1}
     for nothing in (None, "", True, 0.5):
@@ -78,7 +78,7 @@ def publish_training(settings):
         "bearer of the standard",
     ],
 )
-def test_what_stays_as_it_is(value):
+def test_publishable_keeps_harmless_text(value):
     assert publishable(value) == value
     assert find_secret(value) is None
 
@@ -117,8 +117,8 @@ REPEATED = (
 
 
 @pytest.mark.parametrize("piece", REPEATED)
-def test_masking_ends(piece):
-    """In time linear in the text: a pattern that is quadratic takes far more seconds of the CPU than this allows."""
+def test_masking_takes_linear_time(piece):
+    """A pattern that is quadratic takes far more seconds of the CPU than this allows."""
 
     def give_up(*_):
         raise AssertionError(f"no end for {piece!r}")
@@ -151,7 +151,7 @@ def warned(monkeypatch, capsys, name, handlers):
 
 
 @pytest.mark.parametrize("name", _ROOTS)
-def test_messages_say_whose_they_are(verbosity, monkeypatch, capsys, name):
+def test_log_messages_have_the_packages_prefix(verbosity, monkeypatch, capsys, name):
     assert warned(monkeypatch, capsys, f"{name}.part", []) == "[hf_speculate] drafts do not pay here.\n"
 
 

@@ -45,7 +45,7 @@ def refusal(make):
         ("combined", "max_node", "max_nodes"),
     ],
 )
-def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
+def test_unknown_option_of_a_drafter_gets_a_suggestion(tiny_model, drafter, option, nearest):
     given = {"draft_model": {"model": tiny_model(seed=1)}, "combined": {"parts": ["prompt_lookup"] * 2}}
     message = refusal(lambda: AutoSpeculator.from_name(drafter, tiny_model(), **{option: 3}, **given.get(drafter, {})))
     assert message.startswith(
@@ -65,7 +65,7 @@ def test_of_a_drafter_by_name(tiny_model, drafter, option, nearest):
         ("suffix:adaptive=2", "the option adaptive is 2; it takes true or false or none."),
     ],
 )
-def test_words_in_the_place_of_numbers(tiny_model, prompt, text, said):
+def test_options_refuse_words_in_place_of_numbers(tiny_model, prompt, text, said):
     assert refusal(lambda: tiny_model().generate(prompt(5), max_new_tokens=4, speculator=text)) == said
 
 
@@ -77,7 +77,7 @@ def test_words_in_the_place_of_numbers(tiny_model, prompt, text, said):
         *((word, None) for word in ("none", "None", "null")),
     ],
 )
-def test_words_for_true_false_and_none(tiny_model, written, value):
+def test_options_read_words_for_true_false_and_none(tiny_model, written, value):
     speculator = AutoSpeculator.from_pretrained(f"suffix:adaptive={written}", tiny_model())
     assert speculator.options.adaptive is value
 
@@ -103,7 +103,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_values_without_a_meaning(name):
+def test_options_refuse_values_without_a_meaning(name):
     make, said = MISTAKES[name]
     assert re.search(said, refusal(make))
 
@@ -120,12 +120,12 @@ def test_values_without_a_meaning(name):
         ("medusa", {}, "needs its heads: .*from_pretrained"),
     ],
 )
-def test_what_a_drafter_cannot_be_made_of(tiny_model, drafter, options, said):
+def test_from_name_names_missing_parts_of_a_drafter(tiny_model, drafter, options, said):
     assert re.search(said, refusal(lambda: AutoSpeculator.from_name(drafter, tiny_model(), **options)))
 
 
 @pytest.mark.parametrize("given", ["suffix and more", EmptyDrafter(), 3], ids=["text", "drafter", "number"])
-def test_speculators_of_another_kind(tiny_model, prompt, given):
+def test_generate_refuses_speculators_of_another_type(tiny_model, prompt, given):
     error = SpeculateError if isinstance(given, str) else OptionError
     with pytest.raises(error, match=r"suffix and more|takes a Speculator, .*got"):
         tiny_model().generate(prompt(5), max_new_tokens=2, speculator=given)
@@ -144,7 +144,7 @@ def test_values_of_another_kind_are_refused_with_the_kind_that_is_possible(name)
                     assert message.startswith(f"the option {field.name} is {value!r}; it takes ")
 
 
-def test_what_a_class_of_options_raises_itself_is_an_error_of_options():
+def test_read_options_turns_errors_of_the_class_into_option_errors():
     @dataclass
     class Checking:
         depth: object = 1
@@ -166,7 +166,7 @@ def test_sizes_of_drafts_are_positive(name):
             options(**{size: 0})
 
 
-def test_of_heads(tiny_model, tmp_path):
+def test_unknown_option_of_a_head_gets_a_suggestion(tiny_model, tmp_path):
     eagle = write_eagle_head(tmp_path / "eagle", 32, 96)
     message = refusal(lambda: AutoSpeculator.from_pretrained(eagle, tiny_model(), featur_layers=(0, 1, 2)))
     assert "Did you mean 'feature_layers'?" in message

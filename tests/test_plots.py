@@ -54,7 +54,7 @@ def test_bars_are_the_tokens_of_the_rounds_without_the_prompts():
     assert list(axes.lines[0].get_ydata()) == [3, 3, 3]
 
 
-def test_what_cannot_be_drawn(monkeypatch):
+def test_plots_refuse_what_they_cannot_draw(monkeypatch):
     for draw in (lambda: plot_tree(a_round(), row=1), lambda: plot_rounds([a_round()], row=1), lambda: plot_rounds([])):
         with pytest.raises(SpeculateError, match="nothing to draw"):
             draw()

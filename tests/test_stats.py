@@ -185,7 +185,7 @@ def test_shares_by_depth_never_rise():
         "few drafts",
     ],
 )
-def test_the_verdict(stats, said):
+def test_verdict_describes_the_speedup(stats, said):
     assert said in stats.verdict
 
 
@@ -215,7 +215,7 @@ def test_a_small_gain_is_explained_by_what_the_head_recorded(record, first, samp
     assert said in stats.verdict
 
 
-def test_nothing_is_warned_of_before_enough_was_seen():
+def test_shortfall_needs_enough_rounds():
     assert counted(1, 4, 0.03, 0.01, rounds=39).shortfall is None
     assert "hf-speculate doctor" in counted(1, 4, 0.03, 0.01, rounds=40).shortfall
     near = counted(2, 4, 0.03, 0.0097, rounds=60)

@@ -54,7 +54,7 @@ def setting(tiny_model, prompt):
 
 class TestStockStreamers:
     @pytest.mark.parametrize("skip_prompt", [False, True])
-    def test_an_iterator_read_in_another_thread(self, setting, tokenizer, skip_prompt):
+    def test_text_iterator_streamer_is_read_in_another_thread(self, setting, tokenizer, skip_prompt):
         model, inputs, text = setting
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=60)
         kwargs = {**inputs, "streamer": streamer, "max_new_tokens": NEW_TOKENS, "speculator": perfect(model, inputs)}
@@ -193,7 +193,7 @@ class TestStream:
 
 class TestStreamEndsEarly:
     @pytest.mark.parametrize("how", ["close", "break", "exception", "forgotten", "unstarted"])
-    def test_everything_stays_usable(self, setting, how):
+    def test_stream_that_ends_early_leaves_everything_usable(self, setting, how):
         model, inputs, text = setting
         cache, speculator = DynamicCache(config=model.config), perfect(model, inputs)
         rounds = hf_speculate.stream(
@@ -225,7 +225,7 @@ class TestStreamEndsEarly:
         if how != "unstarted":
             assert speculator.stats.calls == 1
 
-    def test_a_script_that_ends_in_the_middle(self):
+    def test_script_may_end_within_a_stream(self):
         script = (
             "import torch, hf_speculate\n"
             "from transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -245,7 +245,7 @@ class TestStreamedSampling:
 
     @pytest.mark.parametrize("batch_size", [1, 3])
     @pytest.mark.parametrize("num_taken", [1, 3, 5, 1000])
-    def test_the_seeds_text_and_the_rng_wherever_it_ends(self, tiny_model, prompt, num_taken, batch_size):
+    def test_sampled_stream_has_stocks_text_and_rng_wherever_it_ends(self, tiny_model, prompt, num_taken, batch_size):
         model = tiny_model()
         inputs = {"input_ids": torch.cat([prompt(9, seed=seed) for seed in range(batch_size)])}
         torch.manual_seed(3)
@@ -289,18 +289,18 @@ class TestStreamedSampling:
 
 
 class TestBadInput:
-    def test_no_speculator(self, setting):
+    def test_stream_requires_a_speculator(self, setting):
         model, inputs, _ = setting
         with pytest.raises(UnsupportedRequestError, match=r"needs speculator="):
             hf_speculate.stream(model, **inputs)
 
     @pytest.mark.parametrize("kwargs", [{"streamer": Collector()}, {"adapter_names": ["a"]}])
-    def test_arguments_that_need_generate(self, setting, kwargs):
+    def test_stream_refuses_arguments_of_generate_only(self, setting, kwargs):
         model, inputs, _ = setting
         with pytest.raises(UnsupportedRequestError, match=f"does not take {next(iter(kwargs))}="):
             hf_speculate.stream(model, **inputs, speculator="prompt_lookup", **kwargs)
 
-    def test_text_of_several_rows(self, tiny_model, prompt, tokenizer):
+    def test_stream_refuses_text_of_several_rows(self, tiny_model, prompt, tokenizer):
         model = copy.deepcopy(tiny_model())
         model.register_forward_pre_hook(lambda *args: pytest.fail("the model was run"))
         with pytest.raises(UnsupportedRequestError, match="text of one sequence, the request has 2"):

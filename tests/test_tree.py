@@ -174,7 +174,7 @@ class TestValues:
         [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1], [0.0, -0.5, -3.0, -0.75]), TreeRow([6, 4], [-1, 0], [0.0, -0.25])]
     )
 
-    def test_parts_have_those_of_their_nodes(self):
+    def test_parts_of_a_tree_keep_the_values_of_their_nodes(self):
         tree = self.TREE
         assert tree.first(1).host.values == [[0.0, -0.5], [0.0, -0.25]]
         assert tree.select([1]).host.values == [[0.0, -0.25]]
@@ -183,7 +183,7 @@ class TestValues:
         for part in (tree.first(1), tree.gather([1, 0]), tree.select([0])):
             assert part.values.tolist() == part.host.values
 
-    def test_they_are_read_with_parents_and_tokens_in_one_transfer(self):
+    def test_values_are_read_with_parents_and_tokens_in_one_transfer(self):
         tree = self.TREE
         on_device = DraftTree(tree.token_ids, torch.tensor(tree.host.parents), max_depth=2, values=tree.values)
         assert on_device.host_copy.read_with(torch.tensor([[9], [8]])) == [[9], [8]]
@@ -194,7 +194,7 @@ class TestValues:
         assert self.TREE.best(2).host.parents == [[-1, 0, 1], [-1, 0, -2]]
         assert self.TREE.best(2).host.values == [[0.0, -0.5, -0.75], [0.0, -0.25, 0.0]]
 
-    def test_without_values_the_first_are_the_best(self):
+    def test_best_takes_the_first_nodes_without_values(self):
         tree = DraftTree.from_rows([([5, 1, 2, 3], [-1, 0, 0, 1])])
         assert tree.best(2).host.token_ids == [[5, 1, 2]]
 
@@ -210,7 +210,7 @@ class TestValues:
             assert all(parent < node for node, parent in enumerate(best.parents))
 
 
-def test_plans_that_are_kept_are_nobodys_mode():
+def test_cached_plans_are_no_inference_tensors():
     """Made in inference mode, they would be of no use to somebody who wants gradients."""
     with torch.inference_mode():
         plan = TreePlan.from_parents([[-1, 0, 0, 1, 3, 3, 2, 6, 7]])
@@ -221,7 +221,7 @@ def test_plans_that_are_kept_are_nobodys_mode():
 
 
 @pytest.mark.parametrize("kind", ["plans", "runs"])
-def test_what_is_kept_by_structure_stops_growing(kind):
+def test_caches_by_structure_stop_growing(kind):
     """A long session drafts ever new trees."""
 
     def keep(numbers: range) -> int:
@@ -242,14 +242,14 @@ class TestRows:
     # root 9: 1 (of 3 and 4), 2; 3 has 5
     ROW = TreeRow([9, 1, 2, 3, 4, 5], [ROOT_PARENT, 0, 0, 1, 1, 3], [0.0, -0.5, -1.0, -2.0, -0.75, -2.25])
 
-    def test_below_a_node(self):
+    def test_below_returns_the_subtree_of_a_node(self):
         assert self.ROW.below(1) == TreeRow([1, 3, 4, 5], [ROOT_PARENT, 0, 0, 1], [0.0, -1.5, -0.25, -1.75])
         assert self.ROW.below(5) == TreeRow([5], [ROOT_PARENT], [0.0])
         assert self.ROW._replace(values=None).below(3) == TreeRow([3, 5], [ROOT_PARENT, 0])
         padded = TreeRow([9, 1, 0, 2], [ROOT_PARENT, 0, PADDING_PARENT, 1])
         assert padded.below(1) == TreeRow([1, 2], [ROOT_PARENT, 0])
 
-    def test_the_best_path(self):
+    def test_best_path_follows_the_most_probable_children(self):
         assert self.ROW.best_path() == [0, 1, 4]
         assert self.ROW._replace(values=None).best_path() == [0, 1, 3, 5], "the first child without values"
         assert TreeRow([9], [ROOT_PARENT]).best_path() == [0]
@@ -290,15 +290,15 @@ class TestRoundClock:
 
         return seconds_of
 
-    def test_a_draft_takes_as_long_as_the_device_needs(self, seconds):
+    def test_drafting_time_is_that_of_the_device(self, seconds):
         found = seconds((Event(5.0), Event(5.7)))
         assert (found.drafting, found.total) == (pytest.approx(0.7), 2.0)
 
-    def test_or_the_host(self, seconds):
+    def test_drafting_time_is_at_least_that_of_the_host(self, seconds):
         assert seconds(None).drafting == pytest.approx(0.1)
         assert seconds((Event(5.0), Event(5.01))).drafting == pytest.approx(0.1)
 
-    def test_no_longer_than_the_round_and_never_waited_for(self, seconds):
+    def test_drafting_time_is_capped_by_the_round_and_waits_for_no_event(self, seconds):
         assert seconds((Event(5.0), Event(9.0))).drafting == 2.0
         assert seconds((Event(5.0), Event(5.7, is_over=False))).drafting == pytest.approx(0.1)
 
@@ -319,7 +319,7 @@ class TestUnread:
         assert tree.clamped is tree.clamped
         assert tree.clamped.clamped is tree.clamped
 
-    def test_a_part_of_it_is_unread_too(self, tree):
+    def test_parts_of_an_unread_tree_are_unread(self, tree):
         assert tree.first(1).unread == ([3, 4], 10)
         assert tree.select([1]).clamped.token_ids.tolist() == [[4, 1, 2, 3]]
 

@@ -52,7 +52,7 @@ def test_generate_reports_every_method(bench_folders, tmp_path):
     assert found["environment"]["versions"]["transformers"]
 
 
-def test_stocks_compiled_speculative_modes(bench_folders, monkeypatch, caplog):
+def test_bench_generate_compares_with_compiled_stock_modes(bench_folders, monkeypatch, caplog):
     """With dynamo's own backend: inductor takes minutes. One that stock refuses is left out with the reason."""
     for name in ("transformers", "hf_speculate"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
@@ -90,7 +90,7 @@ def test_batches_leave_out_what_stock_cannot_do(bench_folders):
     assert found["temperatures"]["0"]["speedup"]["best_stock_speculative"] is None
 
 
-def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
+def test_bench_generate_reports_categories_and_skips_long_prompts(bench_folders, tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [
         {"category": "a", "turns": ["def f(x):", "second turn"]},
@@ -109,7 +109,7 @@ def test_categories_and_prompts_that_do_not_fit(bench_folders, tmp_path):
         bench_generate(settings)
 
 
-def test_a_wrong_text_is_called_one(bench_folders, monkeypatch):
+def test_bench_generate_reports_texts_that_differ_without_a_tie(bench_folders, monkeypatch):
     from hf_speculate.loop import decoding
 
     verify = decoding.verify

@@ -71,7 +71,7 @@ def test_the_standard_error_is_that_of_the_jackknife():
     assert jackknife([stats_of(10, 10), stats_of(0, 0)]) is None
 
 
-def test_batch_sizes_with_and_without_the_switch(target):
+def test_bench_batch_compares_adaptive_and_fixed_drafting_at_every_size(target):
     settings = BatchSettings(
         target=target,
         speculators=["prompt_lookup"],
@@ -102,7 +102,7 @@ def test_commands_end_in_one_line_of_json(command, target):
     assert any(line.startswith("| ") for line in result.stdout.splitlines())
 
 
-def test_a_grid_is_made_of_rows():
+def test_grid_formats_columns_and_breaks_between_groups():
     rows = [{"name": "a", "size": 1, "found": {"x": 0.5}}, {"name": "b", "size": 2, "found": None}, {"name": "b"}]
     columns = {"name": "{name}", "x": "{found[x]:.1f}", "size": lambda row: f"{row['size']}!", "absent": "{absent:d}"}
     grid = Grid.of("t", rows, columns, groups=["name"])

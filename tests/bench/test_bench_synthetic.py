@@ -53,7 +53,7 @@ def test_a_profile_is_read_from_text():
         read_profile("0.5", 0)
 
 
-def test_nodes_go_where_rounds_get():
+def test_acceptance_profile_spreads_nodes_by_their_probability():
     assert AcceptanceProfile.of_nodes((0.9, 0.8, 0.7), 3).widths == (1, 1, 1)
     assert AcceptanceProfile.of_nodes((0.3, 0.1), 4).widths == (3, 1)
     for nodes in (1, 7, 32):

@@ -94,7 +94,7 @@ class TestHeadline:
         with pytest.raises(SpeculateError, match="'gpt2' has no bundled head; possible are smollm2, qwen2"):
             headline.bench_headline(headline.HeadlineSettings(target="gpt2"))
 
-    def test_what_is_missing_is_named(self, monkeypatch, capsys):
+    def test_bench_headline_names_missing_targets(self, monkeypatch, capsys):
         nothing = [replace(target, find=lambda: None) for target in (QWEN_CODER, SMOLLM2)]
         monkeypatch.setattr(headline, "QWEN_CODER", nothing[0])
         monkeypatch.setattr(headline, "SMOLLM2", nothing[1])
@@ -169,7 +169,7 @@ def test_costs_of_a_shape_are_measured():
 
 
 @pytest.mark.gpu
-def test_waits_are_counted():
+def test_host_waits_counts_synchronisations():
     ones = torch.ones(3, device="cuda")
     assert costs.host_waits(lambda: [ones.sum().item() for _ in range(3)], ones.device) >= 3
 

@@ -92,7 +92,7 @@ class TestEngines:
                 found = engine.generate(torch.tensor([[4, 5]]), max_new_tokens=3, do_sample=True, temperature=1.0)
                 assert found.sequences.tolist() == [[4, 5, -1, -1, -1]]
 
-    def test_fewer_tokens_are_not_comparable(self, settings, interpreter):
+    def test_bench_gguf_refuses_engines_that_emit_fewer_tokens(self, settings, interpreter):
         settings.llama_cpp = interpreter(_FAKE, missing=1)
         with pytest.raises(SpeculateError, match=r"llama.cpp emitted \[5\] tokens instead of 6"):
             bench_gguf(settings)
@@ -104,7 +104,7 @@ class TestEngines:
         ):
             pass
 
-    def test_one_that_fails_says_why(self, interpreter):
+    def test_other_engine_reports_the_reason_of_a_failed_process(self, interpreter):
         with pytest.raises(SpeculateError, match="--openvino no-such-python"):
             OtherEngine(OPENVINO, "no-such-python", "x.gguf", 1, 64)
         failing = interpreter("#!{python}\nimport sys\nprint('no such model', file=sys.stderr)\nsys.exit(3)")

@@ -86,7 +86,7 @@ class TestLayer:
         [(PreallocatedLayer(), DynamicLayer()), (SlidingLayer(16), DynamicSlidingWindowLayer(sliding_window=16))],
         ids=["full", "sliding"],
     )
-    def test_with_gradients_it_does_as_stock_does(self, ours, stock):
+    def test_update_keeps_gradients_as_stock_does(self, ours, stock):
         prefix, new, later = states(1, 5), states(1, 3, requires_grad=True), states(1, 2)
         gradients = []
         for layer in (ours, stock):

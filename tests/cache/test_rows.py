@@ -20,7 +20,7 @@ WINDOW = 8
 class TestCache:
     @pytest.mark.parametrize("windowed", [False, True], ids=["full", "sliding"])
     @pytest.mark.parametrize("seed", range(12))
-    def test_rows_leave_and_come_back(self, seed, windowed):
+    def test_tree_cache_sets_rows_aside_and_restores_them(self, seed, windowed):
         """Beside plain lists of entries; some rows go at once, some one after the other, at random times."""
         choose, batch_size = random.Random(seed), 5
         cache = DynamicCache()
@@ -79,7 +79,7 @@ class TestCache:
                         found = held[slot, :, begin - shown_from : len(text[row]) - shown_from]
                         assert torch.equal(found, torch.stack(expected, dim=1))
 
-    def test_memory_is_never_that_of_a_copy(self):
+    def test_set_aside_frees_the_old_buffer(self):
         cache = DynamicCache()
         for index in range(2):
             cache.update(*states(8, 100), index)

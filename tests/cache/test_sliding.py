@@ -63,7 +63,7 @@ class TestLayer:
 
     @needs_transformers("5.14", "layers do not record the past")
     @pytest.mark.parametrize("seed", range(6))
-    def test_past_recording_and_crop_are_stocks(self, seed):
+    def test_past_recording_and_crop_equal_stocks_layer(self, seed):
         choose = random.Random(seed)
         ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(sliding_window=WINDOW)
         for layer in (ours, stock):
@@ -91,7 +91,7 @@ class TestLayer:
             twin.update(*states(1, 5))
         assert torch.equal(layer.keys, cropped)
 
-    def test_what_is_gone_cannot_be_cropped_back(self):
+    def test_crop_refuses_entries_that_left_the_window(self):
         layer = SlidingLayer(WINDOW)
         for _ in range(300):
             layer.update(*states(1, 1))
@@ -208,7 +208,7 @@ def model(request):
 
 
 class TestRequests:
-    def test_windows_hold_on_a_cache_that_keeps_everything(self, model, prompt):
+    def test_models_with_windows_draft_on_a_cache_without_sliding_layers(self, model, prompt):
         """`DynamicCache()` without a config has no sliding layers; the model masks the window all the same."""
         plain = model.generate(prompt(20), **as_cache(DynamicCache()), max_new_tokens=30)
         drafter = ScriptedDrafter(plain[:, 20:], (2, 2, 1), accuracy=0.7, vocab_size=VOCAB_SIZE)

@@ -73,7 +73,7 @@ GROUP.command("first")(lambda: typer.echo("one"))
 GROUP.command("second")(lambda: typer.echo("two"))
 
 
-def test_commands_of_other_packages(monkeypatch):
+def test_main_group_runs_commands_of_other_packages_and_reports_broken_ones(monkeypatch):
     class Point(EntryPoint):
         def load(self):
             if self.name == "broken":

@@ -39,7 +39,7 @@ def module(monkeypatch):
     return module
 
 
-def test_functions_of_a_module(module):
+def test_functions_finds_documented_functions_of_a_module(module):
     (found,) = module.functions(SOURCE)
     assert found.name == "deposit"
     assert found.arguments == ["amount"]
@@ -51,7 +51,7 @@ def test_functions_of_a_module(module):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_task_has_what_it_asks_about(module, seed):
+def test_task_quotes_the_function_that_it_asks_about(module, seed):
     (function,) = module.functions(SOURCE)
     rng = random.Random(seed)
     for kind in module.EDIT:

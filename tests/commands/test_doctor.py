@@ -21,7 +21,7 @@ def row(drafter, token_ms, speedup, backend=""):
 
 
 @pytest.mark.rest
-def test_the_bundled_code_model():
+def test_doctor_measures_the_bundled_code_model():
     options = ("doctor", "-t", PYCODER, "-s", HEAD, "-s", "prompt_lookup", "--dtype", "float32")
     shown = CliRunner().invoke(cli.app, options)
     assert shown.exit_code == 0, shown.stderr
@@ -48,5 +48,5 @@ def test_the_bundled_code_model():
         ([row("a", 10, 1.9, "native"), row("a", 8, 1.8, "native-int8")], "a --gguf-backend native-int8: about 1.80x"),
     ],
 )
-def test_what_makes_most_tokens_a_second_is_advised(rows, said):
+def test_advise_names_the_fastest_choice(rows, said):
     assert said in advise(rows)

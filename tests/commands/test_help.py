@@ -45,7 +45,7 @@ class TestOverview:
     @pytest.mark.parametrize(
         ("arguments", "status"), [(("--help",), 0), (("-h",), 0), ((), 2), (("--help", "generate"), 0)]
     )
-    def test_comes_without_heavy_imports(self, tmp_path, arguments, status):
+    def test_overview_is_printed_without_heavy_imports(self, tmp_path, arguments, status):
         done, loaded = run_front(tmp_path, *arguments)
         assert (done.returncode, done.stdout, done.stderr) == (status, overview(), "")
         assert not loaded & HEAVY
@@ -63,12 +63,12 @@ class TestOverview:
         assert not loaded & {"torch", "transformers"}
 
     @pytest.mark.parametrize("arguments", [(), ("--help",), ("--version",)])
-    def test_the_app_prints_the_same(self, arguments):
+    def test_app_prints_the_same_overview_and_version(self, arguments):
         shown = CliRunner().invoke(app, list(arguments))
         assert shown.stdout == (version_line() if "--version" in arguments else overview())
         assert shown.exit_code == (0 if arguments else 2)
 
-    def test_a_reader_that_leaves_and_a_full_disk(self, tmp_path):
+    def test_help_survives_a_closed_pipe_and_reports_a_full_disk(self, tmp_path):
         command = [sys.executable, "-c", "from hf_speculate_tools.front import main; main()", "--help"]
         read, write = os.pipe()
         os.close(read)
@@ -95,7 +95,7 @@ class TestOverview:
         assert "\n  a-very-long-name\n" + " " * 14 + "Provided by other:a-very-long-name.\n" in shown
         assert shown.count("  train ") == 1
 
-    def test_fits(self):
+    def test_overview_fits_the_columns(self):
         lines = overview([]).splitlines()
         assert max(map(len, lines)) <= COLUMNS
         assert "Other packages" not in overview([])

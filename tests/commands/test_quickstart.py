@@ -32,7 +32,7 @@ def demo(monkeypatch, capsys):
     return run
 
 
-def test_without_smollm2_it_says_so_and_ends_in_what_to_type_next(demo):
+def test_demo_without_smollm2_says_so_and_names_the_next_command(demo):
     lines = demo().splitlines()
     assert lines[0].startswith("smollm2 is not on this machine (pip install")
     assert [line for line in lines if line.startswith("1. pycoder")]

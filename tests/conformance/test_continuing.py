@@ -116,7 +116,7 @@ def test_an_edited_text_is_the_targets_all_the_same(conversation):
     assert torch.equal(again, plain)
 
 
-def test_a_turn_of_plain_generate_in_between_is_no_trouble(conversation):
+def test_text_stays_plain_after_a_turn_of_plain_generate(conversation):
     model, cache = conversation.model, conversation.cache
     between = model.generate(conversation.text, **as_cache(cache), max_new_tokens=6, pad_token_id=0)
     text = torch.cat([between, conversation.text[:, :4]], dim=1)
@@ -127,7 +127,7 @@ def test_a_turn_of_plain_generate_in_between_is_no_trouble(conversation):
         cache.crop(between.shape[1] - 1 - cache.get_seq_length())
 
 
-def test_after_a_turn_that_was_cut_short(remembered):
+def test_drafts_are_unchanged_after_an_interrupted_turn(remembered):
     """A criterion that raises in the second turn: the third drafts as ever."""
     inputs = {CACHE_NAME: remembered.cache, "max_new_tokens": 16, "pad_token_id": 0}
     criteria = [RaisingCriterion(remembered.text.shape[1] + 5, KeyboardInterrupt())]
@@ -191,7 +191,7 @@ def trees_by_length(model, inputs, drafter, every):
 
 @pytest.mark.parametrize("ragged", quick([False, True], True), ids=["one row", "ragged batch"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_pause_costs_no_acceptance(tmp_path, prompt, name, ragged):
+def test_drafts_are_unchanged_after_rounds_without_a_draft(tmp_path, prompt, name, ragged):
     model = target("llama", dtype=torch.float64)
     drafter = DRAFTERS[name](model, tmp_path)
     inputs = {"input_ids": prompt(9), "attention_mask": torch.ones(1, 9, dtype=torch.long)}

@@ -54,7 +54,7 @@ def test_installed_drafters_keep_the_contract(tiny_model, prompt, architecture, 
 
 
 @pytest.mark.parametrize("drafter", [EmptyDrafter(), RandomDrafter(vocab_size=VOCAB_SIZE)], ids=["empty", "random"])
-def test_scripted_drafters_keep_it_too(tiny_model, prompt, drafter):
+def test_scripted_drafters_keep_the_contract(tiny_model, prompt, drafter):
     check_drafter(drafter, tiny_model(), [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=6)
 
 
@@ -150,20 +150,20 @@ class TestTheSuiteItself:
     def run(self, tiny_model, prompt, drafter):
         check_drafter(drafter, tiny_model(), [prompt(6)[0], prompt(3, seed=1)[0]], max_new_tokens=6)
 
-    def test_it_passes_the_drafter_that_is_broken_below(self, tiny_model, prompt):
+    def test_check_drafter_passes_the_unbroken_drafter(self, tiny_model, prompt):
         self.run(tiny_model, prompt, Broken())
 
     @pytest.mark.parametrize("name", BROKEN)
-    def test_it_fails_for(self, tiny_model, prompt, name):
+    def test_check_drafter_fails_for_broken_drafters(self, tiny_model, prompt, name):
         drafter, message = BROKEN[name]
         with pytest.raises(DrafterError, match=message):
             self.run(tiny_model, prompt, drafter)
 
-    def test_it_fails_for_a_session_that_cannot_be_closed(self, tiny_model, prompt):
+    def test_check_drafter_fails_for_a_session_that_cannot_be_closed(self, tiny_model, prompt):
         with pytest.raises((SpeculateError, RuntimeError), match="on purpose"):
             self.run(tiny_model, prompt, Broken(close=fail))
 
-    def test_it_fails_for_a_drafter_that_breaks_when_rows_end_at_different_steps(self, tiny_model, prompt):
+    def test_check_drafter_fails_for_a_drafter_that_breaks_on_ragged_ends(self, tiny_model, prompt):
         def spoil(root, state, tokens, parents):
             if not all(state.active):
                 fail()
@@ -172,7 +172,7 @@ class TestTheSuiteItself:
         with pytest.raises(DrafterError, match="on purpose"):
             self.run(tiny_model, prompt, Broken(spoil))
 
-    def test_it_fails_for_a_drafter_that_writes_to_the_target(self, prompt, tiny_model):
+    def test_check_drafter_fails_for_a_drafter_that_writes_to_the_target(self, prompt, tiny_model):
         target = copy.deepcopy(tiny_model())
 
         def sabotage():
@@ -195,7 +195,7 @@ def target(tiny_model, tokenizer):
     return tiny_model(vocab_size=len(tokenizer))
 
 
-def test_lossless_of_texts(target, tokenizer):
+def test_check_lossless_takes_texts_and_token_ids(target, tokenizer):
     speculator = AutoSpeculator.from_name("prompt_lookup", target=target, min_ngram=1)
     report = check_lossless(target, speculator, TEXTS, tokenizer=tokenizer, max_new_tokens=8)
     ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
@@ -203,7 +203,7 @@ def test_lossless_of_texts(target, tokenizer):
     assert report.num_cases == 2
 
 
-def test_a_drafter_by_its_speculator(target, tokenizer):
+def test_check_drafter_takes_a_speculator(target, tokenizer):
     speculator = AutoSpeculator.from_name("prompt_lookup", target=target, min_ngram=1)
     check_drafter(speculator, target, TEXTS, max_new_tokens=8, tokenizer=tokenizer)
 
@@ -217,7 +217,7 @@ def test_a_drafter_that_never_drafts_is_warned_of(target, monkeypatch):
     assert "made none. Does it find its place in the text?" in warned[0]
 
 
-def test_what_cannot_be_checked_is_said(target, tokenizer):
+def test_checks_refuse_arguments_that_they_cannot_use(target, tokenizer):
     speculator = AutoSpeculator.from_name("prompt_lookup", target=target)
     with pytest.raises(TypeError, match="no tokenizer was given"):
         check_lossless(target, speculator, TEXTS)

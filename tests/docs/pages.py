@@ -16,7 +16,7 @@ README = REPOSITORY / "README.md"
 PAGES = [
     README,
     REPOSITORY / "CONTRIBUTING.md",
-    *(REPOSITORY / folder / "README.md" for folder in ("plugins", "training")),
+    *(REPOSITORY / folder / "README.md" for folder in ("plugins", "training", "tests")),
     *sorted((REPOSITORY / "docs").rglob("*.md")),
 ]
 

@@ -110,7 +110,7 @@ def test_arguments_have_a_noun():
         ("offset: offset of a row, in bytes.", False),
     ],
 )
-def test_the_check_of_arguments_can_fail(description, is_wrong):
+def test_bare_items_finds_arguments_without_a_noun(description, is_wrong):
     doc = f'def f():\n    """Counts.\n\n    Args:\n        {description}\n            of which this goes on.\n    """\n'
     assert bool(bare_items(doc)) == is_wrong
 
@@ -118,7 +118,7 @@ def test_the_check_of_arguments_can_fail(description, is_wrong):
 @pytest.mark.parametrize(
     ("doc", "is_wrong"), [("What it does.", True), ("Of a model.", True), ("Offsets of rows.", False), ("", False)]
 )
-def test_the_check_can_fail(doc, is_wrong):
+def test_offenders_finds_summaries_that_name_no_thing(doc, is_wrong):
     assert bool(offenders(f'def f():\n    """{doc}"""\n')) == is_wrong
 
 
@@ -186,5 +186,5 @@ def test_words_are_plain():
         ("the parameter `beside`", False),
     ],
 )
-def test_the_check_of_words_can_fail(text, is_wrong):
+def test_odd_words_finds_phrases_with_a_plainer_one(text, is_wrong):
     assert bool(odd_words(text)) == is_wrong

@@ -14,7 +14,7 @@ SHORTER = {"max_steps=24": "max_steps=4", "logging_steps=4": "logging_steps=2", 
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
-def test_nothing_that_was_run_is_kept():
+def test_notebook_has_no_outputs():
     assert not [cell for cell in CODE if cell["outputs"] or cell["execution_count"]]
 
 

@@ -39,17 +39,17 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
         yield from commands(command.get_command(context, name), (*path, name))
 
 
-def test_options_of_the_engine():
+def test_pages_name_every_engine_option():
     assert not unnamed([each.name for each in fields(EngineOptions)])
 
 
 @pytest.mark.parametrize("drafter", BUILT_IN)
-def test_options_of_drafters(drafter):
+def test_pages_name_every_drafter_option(drafter):
     kinds = load_drafter(drafter).options_classes
     assert not unnamed([each.name for kind in kinds for each in fields(kind) if each.init])
 
 
-def test_commands():
+def test_pages_name_every_command():
     names = list(commands(typer.main.get_command(app)))
     assert "bench generate" in names
     assert not [name for name in names if not re.search(rf"(hf-speculate |^){name}\b", CODE, re.MULTILINE)]

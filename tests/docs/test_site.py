@@ -24,7 +24,7 @@ def loaded_from_elsewhere(page: str) -> list[str]:
     return [url for pair in _LOADED.findall(page) for url in pair if _ELSEWHERE.match(url)]
 
 
-def test_the_site_is_whole_and_stands_alone(tmp_path, monkeypatch):
+def test_site_builds_offline_and_loads_nothing_from_elsewhere(tmp_path, monkeypatch):
     def no_network(*_arguments, **_options):
         raise OSError("no network in this test")
 
@@ -50,6 +50,6 @@ def test_the_site_is_whole_and_stands_alone(tmp_path, monkeypatch):
         '<img alt="" src="//example.org/a.png">',
     ],
 )
-def test_this_check_can_fail(tag):
+def test_loaded_from_elsewhere_finds_foreign_files(tag):
     assert loaded_from_elsewhere(tag)
     assert not loaded_from_elsewhere('<a href="https://example.org"><img src="rooms.svg"><link href="assets/a.css">')

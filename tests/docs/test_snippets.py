@@ -166,7 +166,7 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_exist(page):
+def test_documented_commands_exist(page):
     for place, words in commands_of(page):
         try:
             check_command(list(words))
@@ -199,7 +199,7 @@ class TestTheChecksCanFail:
         "code",
         ["from hf_speculate import Speculater", "import hf_speculate.nothing", "import a_package_of_nobody"],
     )
-    def test_imports_of_blocks_that_are_not_run(self, tmp_path, code):
+    def test_check_imports_refuses_names_that_do_not_exist(self, tmp_path, code):
         (block,) = blocks(self.page(tmp_path, f"<!-- not run: needs a GPU -->\n```python\n{code}\n```\n"))
         with pytest.raises((AssertionError, ImportError)):
             check_imports(block)
@@ -207,7 +207,7 @@ class TestTheChecksCanFail:
     @pytest.mark.parametrize(
         "line", ["hf-speculate bensh", "hf-speculate bench generate --quik", "hf-speculate check HEAD --target"]
     )
-    def test_commands(self, line):
+    def test_check_command_refuses_unknown_commands_and_options(self, line):
         (words,) = command_lines(line)
         with pytest.raises(Exception, match=r"No such|no command|requires an argument"):
             check_command(words)

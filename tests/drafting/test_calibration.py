@@ -22,7 +22,7 @@ def taught(pairs, count=400, seed=0):
     return calibration
 
 
-def test_before_anything_is_known_a_drafter_is_believed():
+def test_calibration_starts_with_the_drafters_own_values():
     calibration = Calibration()
     for said in (0.0009, 0.05, 0.3, 0.8, 0.98):
         assert calibration.share(math.log(said)) == pytest.approx(said, rel=0.25)
@@ -31,7 +31,7 @@ def test_before_anything_is_known_a_drafter_is_believed():
     assert calibration.share(math.nan) == 0.0
 
 
-def test_what_is_said_is_turned_into_what_comes_true():
+def test_calibration_maps_values_to_observed_acceptance():
     """About 33 nodes of each value are remembered: three standard errors are 0.25."""
     calibration = taught([(0.9, 0.6), (0.2, 0.4), (0.02, 0.01)])
     assert calibration.share(math.log(0.9)) == pytest.approx(0.6, abs=0.25)
@@ -39,7 +39,7 @@ def test_what_is_said_is_turned_into_what_comes_true():
     assert calibration.share(math.log(0.02)) < 0.15
 
 
-def test_what_was_learnt_fades():
+def test_calibration_fades_to_its_start():
     calibration = taught([(0.9, 0.0)])
     assert calibration.share(math.log(0.9)) < 0.3  # never rising: nodes of smaller values count, too
     for _ in range(300):
@@ -48,7 +48,7 @@ def test_what_was_learnt_fades():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_nearest_rising_sequence_against_brute_force(seed):
+def test_rising_equals_brute_force_isotonic_regression(seed):
     """Pooled adjacent violators against the min-max formula of isotonic regression."""
     generator = random.Random(seed)
     values = [generator.random() for _ in range(9)]
@@ -63,7 +63,7 @@ def test_the_nearest_rising_sequence_against_brute_force(seed):
 
 
 class TestTable:
-    def test_it_comes_back_as_it_was_saved(self, tmp_path):
+    def test_table_survives_saving_and_loading(self, tmp_path):
         table = CalibrationTable(greedy=tuple(taught([(0.9, 0.5)]).shares))
         table.save(tmp_path)
         found = CalibrationTable.load(tmp_path)
@@ -71,7 +71,7 @@ class TestTable:
         assert found.start(samples=False).shares == pytest.approx(table.greedy)
         assert found.start(samples=True).shares == Calibration().shares
 
-    def test_without_a_file_nothing_is_known(self, tmp_path):
+    def test_table_is_empty_without_a_file(self, tmp_path):
         assert CalibrationTable.load(tmp_path) == CalibrationTable()
 
     @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ class TestTable:
             ({"sampled": ["a"] * 16}, "'sampled' must be 16 shares"),
         ],
     )
-    def test_a_file_that_is_none_is_refused(self, tmp_path, content, problem):
+    def test_table_refuses_invalid_files(self, tmp_path, content, problem):
         CalibrationTable().save(tmp_path)
         path = tmp_path / "calibration.json"
         if not isinstance(content, str):

@@ -133,7 +133,7 @@ def test_a_breach_is_an_error_that_names_the_drafter_and_leaves_everything_usabl
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_is_not_taken_from_a_drafter_cannot_change_the_text(setting, name):
+def test_harmless_breaches_do_not_change_the_text(setting, name):
     *_, text, rng = setting
     ours = generate(setting, HARMLESS[name])
     assert torch.equal(ours, text)
@@ -154,8 +154,8 @@ class TestTreesOnADevice:
         test_a_breach_is_an_error_that_names_the_drafter_and_leaves_everything_usable(setting, name)
 
     @pytest.mark.parametrize("name", [name for name in HARMLESS if "too small" not in name and "negative" not in name])
-    def test_the_rest_is_harmless(self, setting, name):
-        test_what_is_not_taken_from_a_drafter_cannot_change_the_text(setting, name)
+    def test_harmless_breaches_do_not_change_the_text(self, setting, name):
+        test_harmless_breaches_do_not_change_the_text(setting, name)
 
     @pytest.mark.parametrize("name", ["a depth that is too small", "a depth that is negative"])
     def test_a_wrong_depth_is_an_error(self, setting, name):

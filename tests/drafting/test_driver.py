@@ -67,7 +67,7 @@ def drafting(model, listener):
     return new
 
 
-def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model):
+def test_observations_of_rounds_without_a_draft_are_joined(tiny_model):
     listener = Listener(feature_layers=(1,))
     run, states = drafting(tiny_model(), listener), torch.arange(6.0).view(3, 2, 1, 1)
     for step, paths in enumerate(([[0], [0]], [[0], []], [[0], [0]])):
@@ -82,7 +82,7 @@ def test_rounds_without_a_draft_are_told_in_one_piece_before_the_next(tiny_model
     assert features[1][1, :2, 0].tolist() == [1, 5]
 
 
-def test_rounds_of_one_row_are_told_as_those_of_several():
+def test_observations_of_one_row_equal_those_of_several():
     """What one row waits for is joined without padding."""
     rounds = [([[5, 6, 7]], 3), ([[8]], 1), ([[9, 1]], 2)]
     each = [(rows, {layer: torch.rand(1, width, 4) for layer in (-1, 2)}) for rows, width in rounds]
@@ -97,7 +97,7 @@ def test_rounds_of_one_row_are_told_as_those_of_several():
     assert waiting.take() is None
 
 
-def test_the_prompt_is_told_of_when_a_draft_is_wanted(tiny_model):
+def test_observe_prompt_waits_for_the_first_draft(tiny_model):
     for is_long in (False, True):
         listener = Listener(feature_layers=(1,), carries_over=True)
         run = drafting(tiny_model(), listener)
@@ -117,7 +117,7 @@ def test_the_prompt_is_told_of_when_a_draft_is_wanted(tiny_model):
     assert [seen for seen, _, _ in unasked.drafter.seen] == [tokens[:, :3].tolist(), [[5], [6]]]
 
 
-def test_of_rounds_without_a_draft_no_choices_are_told(tiny_model):
+def test_observe_choices_skips_rounds_without_a_draft(tiny_model):
     listener = Listener(num_choices=3)
     run = drafting(tiny_model(), listener)
     sampler = SimpleNamespace(warpers=())
@@ -139,8 +139,8 @@ def test_states_of_a_tree_are_those_of_the_path(tiny_model):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_choices_are_told_before_what_was_committed_to_those_who_want_them(tiny_model, prompt, do_sample):
-    """And they are the target's: its distribution after the nodes' text, as the request warps it."""
+def test_observe_choices_comes_before_the_observation_of_a_round(tiny_model, prompt, do_sample):
+    """The choices are the target's: its distribution after the nodes' text, as the request warps it."""
     model, ids, listener = tiny_model(), prompt(9), Listener(num_choices=3)
     request = {
         "max_new_tokens": 8,

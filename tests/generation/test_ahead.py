@@ -160,7 +160,7 @@ class TestItIsGone:
         model, ids = tiny_model(dtype=torch.float64), random_prompt(9)
         return model, ids, script(model, ids, lambda: time.sleep(0.02), accuracy=0.9), DynamicCache(config=model.config)
 
-    def test_an_abandoned_stream(self, setting):
+    def test_thread_ends_with_an_abandoned_stream(self, setting):
         model, ids, drafter, cache = setting
         with no_thread_is_left():
             request = {"max_new_tokens": NEW_TOKENS, CACHE_NAME: cache, "speculator": looking_ahead(drafter)}
@@ -171,14 +171,14 @@ class TestItIsGone:
         assert_usable(model, ids, model.generate(ids, max_new_tokens=48), cache)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, Dies])
-    def test_an_error_in_the_verification(self, setting, error):
+    def test_thread_ends_after_an_error_in_verification(self, setting, error):
         model, ids, drafter, cache = setting
         criteria = StoppingCriteriaList([RaisingCriterion(20, error())])
         with no_thread_is_left(), pytest.raises(error):
             run(model, ids, looking_ahead(drafter), **as_cache(cache), stopping_criteria=criteria)
         assert_usable(model, ids, model.generate(ids, max_new_tokens=48), cache)
 
-    def test_an_interrupt_in_the_forward(self, setting):
+    def test_thread_ends_after_an_interrupted_forward(self, setting):
         model, ids, drafter, cache = setting
         calls = iter([None] * 5)
 
@@ -251,11 +251,11 @@ def test_threads_of_pytorch_are_divided_while_both_compute(tiny_model, set_threa
 
 
 class TestWhatCannotBeAhead:
-    def test_a_drafter_that_does_not_is_refused_by_name(self, tiny_model):
+    def test_ahead_refuses_drafters_that_cannot_draft_ahead(self, tiny_model):
         with pytest.raises(OptionError, match="'prompt_lookup' drafts nothing ahead; of the built-in ones draft_model"):
             AutoSpeculator.from_name("prompt_lookup", target=tiny_model(), ahead=True)
 
-    def test_a_batch_says_so(self, tiny_model):
+    def test_ahead_falls_back_for_batches_with_a_reason(self, tiny_model):
         model, batch = tiny_model(), padded_batch(random_prompt, (9, 5))
         drafter = DraftModelDrafter(tiny_model(seed=1), DraftModelOptions(depth=3))
         speculator = looking_ahead(drafter)

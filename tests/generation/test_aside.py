@@ -100,7 +100,7 @@ def test_a_request_that_is_broken_off_leaves_the_model_as_it_was(model, prompt, 
     assert torch.equal(run(model, prompt, "greedy"), expected)
 
 
-def test_what_stock_calls_below_it_is_plain(model, prompt):
+def test_nested_generate_calls_of_stock_run_plain(model, prompt):
     """The same model with fewer layers, and an assistant with a speculator of its own."""
     speculator = hf_speculate.attach(model, drafts())
     run(model, prompt, "early exit")
@@ -120,7 +120,7 @@ def test_labels_are_dropped_as_stock_drops_them(model, prompt):
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
-def test_a_prompt_of_nothing(model, shape):
+def test_generate_refuses_an_empty_prompt(model, shape):
     nothing = torch.zeros(shape, dtype=torch.long)
     with pytest.raises(UnsupportedRequestError, match=r"at least one row and one token; this one is \["):
         model.generate(nothing, max_new_tokens=4, speculator=drafts())

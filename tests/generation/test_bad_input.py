@@ -190,14 +190,14 @@ def test_a_head_of_a_kind_that_nobody_reads(tiny_model, tmp_path):
         AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
 
 
-def test_a_folder_with_many_files_names_some(tiny_model, tmp_path):
+def test_error_for_a_folder_without_weights_lists_some_files(tiny_model, tmp_path):
     for number in range(20):
         (tmp_path / f"page-{number:02}.md").touch()
     with pytest.raises(CheckpointError, match=r"it has no weights .*page-05\.md and 14 more\.$"):
         AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
 
 
-def test_hub_ids_offline(tiny_model, tmp_path, monkeypatch):
+def test_hub_ids_offline_get_an_error_with_the_download_command(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = r"'owner/head' is not a folder.*not in the cache and is not requested \({}\): .*`hf download owner/head`"
     with pytest.raises(DrafterNotFoundError, match=message.format("HF_HUB_OFFLINE is set")):

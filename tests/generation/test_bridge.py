@@ -99,7 +99,7 @@ def test_the_model_is_left_as_it_was(tiny_model, prompt):
 
 
 class TestWrappedModels:
-    def test_under_inference_mode_and_on_with_its_cache_outside(self, tiny_model, prompt):
+    def test_cache_from_inference_mode_continues_outside(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(8)
         text, cache = model.generate(ids, max_new_tokens=30), DynamicCache(config=model.config)
         with torch.inference_mode():
@@ -174,7 +174,7 @@ class TestSpeculatorArgument:
         model.generate(ids, max_new_tokens=20)
         assert speculator.stats.calls == 1
 
-    def test_what_holds_a_model_can_be_attached_to(self, tiny_model, prompt):
+    def test_attach_takes_an_object_that_holds_a_model(self, tiny_model, prompt):
         class Harness:
             model = copy.deepcopy(tiny_model())
 
@@ -190,7 +190,7 @@ class TestSpeculatorArgument:
         with pytest.raises(TypeError, match="expected a transformers model"):
             hf_speculate.attach(object(), "prompt_lookup")
 
-    def test_nothing_keeps_a_model_alive(self, tiny_model, prompt):
+    def test_attached_model_is_freed_with_its_last_reference(self, tiny_model, prompt):
         model = copy.deepcopy(tiny_model())
         hf_speculate.attach(model, "prompt_lookup")
         model.generate(prompt(8), max_new_tokens=5)

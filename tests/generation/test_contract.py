@@ -101,7 +101,7 @@ class TestBatch:
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("mask", ["absent", "ones", "holes", "bool"])
-    def test_masks_as_stock_treats_them(self, tiny_model, prompt, mask):
+    def test_attention_masks_of_any_form_give_plain_text(self, tiny_model, prompt, mask):
         model = tiny_model("qwen2")
         inputs = {"input_ids": torch.cat([prompt(12, seed=1), prompt(12, seed=2)])}
         if mask != "absent":
@@ -141,7 +141,7 @@ class TestBatch:
         text = assert_equals_plain(model, inputs, lambda: request, kinds=PADDED, do_samples=(True,))
         assert text.shape[0] == 3 * len(lengths)
 
-    def test_no_prompt_at_all(self, tiny_model):
+    def test_generate_without_a_prompt_gives_plain_text(self, tiny_model):
         model = tiny_model()
         for do_sample in (False, True):
             texts = []
@@ -155,7 +155,7 @@ class TestBatch:
             assert torch.equal(texts[0], texts[1])
             assert torch.equal(texts[0], texts[2])
 
-    def test_token_healing(self, real_llama, shared_root):
+    def test_token_healing_gives_plain_text(self, real_llama, shared_root):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(shared_root / "models" / "stories260k")
@@ -176,7 +176,7 @@ class TestPromptsOfEmbeddings:
     @pytest.mark.parametrize(
         "limit", [{"max_length": 25}, {"max_new_tokens": 12}, {"max_length": 30, "min_length": 24}]
     )
-    def test_lengths(self, tiny_model, prompt, limit, with_ids):
+    def test_limits_of_length_count_embeddings_as_stock_does(self, tiny_model, prompt, limit, with_ids):
         model, ids = tiny_model(dtype=torch.float64), prompt(9)
         given = {"inputs_embeds": model.get_input_embeddings()(ids)} | ({"input_ids": ids} if with_ids else {})
         free = model.generate(**given, max_new_tokens=NEW_TOKENS)[:, 9 * with_ids :]
@@ -275,7 +275,7 @@ class TestStops:
         text = assert_equals_plain(model, inputs, request, script=script, kinds=("mixed tree", "random"))
         assert text.shape[1] <= width + NEW_TOKENS
 
-    def test_a_criterion_that_looks_at_scores(self, setting):
+    def test_criteria_see_stocks_scores(self, setting):
         model, inputs, script = setting
         seen = []
         for speculator in (None, *map(Speculator, drafters(model, script[:, inputs["input_ids"].shape[1] :]).values())):
@@ -287,7 +287,7 @@ class TestStops:
             torch.testing.assert_close(ours, seen[0], atol=1e-3, rtol=1e-4)
 
     @pytest.mark.parametrize("place", quick_quarter(range(12)))
-    def test_lists_of_eos(self, setting, place):
+    def test_lists_of_eos_end_rows_as_stock_does(self, setting, place):
         model, inputs, script = setting
         width = inputs["input_ids"].shape[1]
         eos = [int(row[width + (place + 3 * r) % 14]) for r, row in enumerate(script)] + [VOCAB_SIZE - 1]
@@ -296,7 +296,7 @@ class TestStops:
         )
 
     @pytest.mark.parametrize("limit", quick([1, 2, 3, 7, 8, 13], 1, 7))
-    def test_lengths(self, setting, limit):
+    def test_limits_of_length_end_the_text_exactly(self, setting, limit):
         model, inputs, script = setting
         width = inputs["input_ids"].shape[1]
         for request in ({"max_new_tokens": limit}, {"max_length": width + limit, "max_new_tokens": None}):

@@ -42,7 +42,7 @@ class TestEveryRowItsPace:
             for step, (mine, theirs) in enumerate(zip(ours.logits, plain.logits, strict=True)):
                 torch.testing.assert_close(mine, theirs, msg=f"seed {seed}, step {step}")
 
-    def test_a_cache_that_nobody_sees_costs_no_forward(self):
+    def test_ended_rows_cost_no_forward_without_a_returned_cache(self):
         model, inputs = build_tiny_model(), padded_batch(random_prompt, (9, 4, 7, 9))
         counts = {}
         for dict_output in (False, True):
@@ -64,7 +64,7 @@ class AcrossRows(LogitsProcessor):
 
 class TestLockStep:
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-    def test_what_looks_across_rows_sees_stocks_scores_of_rows_that_have_ended(self, do_sample):
+    def test_processors_across_rows_see_stocks_scores_of_ended_rows(self, do_sample):
         model = build_tiny_model()
         for seed in range(2):
             ids = torch.cat([random_prompt(WIDTH, seed=3 * seed + row) for row in range(3)])

@@ -88,7 +88,7 @@ def setting(tiny_model, prompt):
 
 @pytest.mark.parametrize("error", [Boom("stop"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize("fail_at", [0, 1, 4, 11])
-def test_a_streamer_that_raises(setting, error, fail_at):
+def test_cache_stays_usable_after_a_streamer_raises(setting, error, fail_at):
     model, ids, text = setting
     cache, streamer = DynamicCache(config=model.config), Streamer(fail_at, error)
     with pytest.raises(type(error)):
@@ -103,7 +103,7 @@ def test_a_streamer_that_raises(setting, error, fail_at):
 
 @pytest.mark.parametrize("error", [Boom("stop"), KeyboardInterrupt()], ids=["exception", "ctrl-c"])
 @pytest.mark.parametrize("length", [10, 11, 15, 22])
-def test_a_criterion_that_raises(setting, error, length):
+def test_cache_stays_usable_after_a_criterion_raises(setting, error, length):
     model, ids, text = setting
     cache = DynamicCache(config=model.config)
     criteria = StoppingCriteriaList([RaisingCriterion(length, error)])
@@ -134,7 +134,7 @@ def test_a_drafter_that_raises_is_named_and_leaves_everything_usable(setting, wh
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("forward", [1, 4], ids=["prefill", "round"])
-def test_ctrl_c_in_the_middle_of_a_target_forward(setting, layer, forward):
+def test_cache_stays_usable_after_ctrl_c_in_a_target_forward(setting, layer, forward):
     model, ids, text = setting
     cache, calls, speculator = DynamicCache(config=model.config), 0, Speculator(perfect(model, ids))
 
@@ -158,7 +158,7 @@ def test_ctrl_c_in_the_middle_of_a_target_forward(setting, layer, forward):
         assert torch.equal(ours, text[:, :17])
 
 
-def test_ctrl_c_while_the_draft_model_runs(setting, tiny_model):
+def test_cache_stays_usable_after_ctrl_c_in_the_draft_model(setting, tiny_model):
     model, ids, text = setting
     draft, calls = tiny_model(seed=4, dtype=torch.float64), 0
 

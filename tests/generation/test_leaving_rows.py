@@ -177,7 +177,7 @@ class TestRequests:
         assert found[0][1]
 
     @pytest.mark.parametrize("tier", ["scores", "prefix"])
-    def test_the_batched_tiers_of_accelerators(self, prompt, batches, monkeypatch, tier):
+    def test_batched_samplers_run_the_unfinished_rows(self, prompt, batches, monkeypatch, tier):
         monkeypatch.setattr(Sampler, "tier", lambda self, device: self.required_tier)
         model, inputs = build_tiny_model(), padded_batch(prompt, LENGTHS)
         request = {"do_sample": True, "temperature": 0.8}
@@ -192,7 +192,7 @@ class TestRequests:
             assert_same_rows(ours, plain, ends, WIDTH)
 
     @pytest.mark.parametrize("attention", ["eager", "sdpa", CHAIN_ONLY])
-    def test_no_padding_chains_positions_embeddings(self, chain_only, prompt, batches, attention):
+    def test_rows_leave_for_every_form_of_prompt(self, chain_only, prompt, batches, attention):
         model = build_tiny_model("qwen2", attention=attention)
         ids = torch.cat([prompt(8, seed=seed) for seed in range(3)])
         requests = {
@@ -222,7 +222,7 @@ class TestRequests:
         assert torch.equal(ours.sequences, plain.sequences)
         assert set(counts) == {4}
 
-    def test_rows_are_left_out_when_a_copy_of_the_others_has_paid(self, prompt, batches, monkeypatch):
+    def test_rows_leave_once_copying_the_others_is_cheaper(self, prompt, batches, monkeypatch):
         monkeypatch.setattr(scoring, "_COPY_CONTEXT", 250)  # 23 rows x 27 entries: after 2.5 rounds
         model, inputs = build_tiny_model(), padded_batch(prompt, range(1, 25))
         ends = [2, *[STEPS] * 23]
@@ -252,7 +252,7 @@ class TestInterruptions:
 
     @pytest.mark.parametrize("layer", [0, 1])
     @pytest.mark.parametrize("num_rows", [4, 3, 2, 1])
-    def test_ctrl_c_in_a_forward(self, prompt, layer, num_rows):
+    def test_ctrl_c_in_a_forward_leaves_the_cache_usable(self, prompt, layer, num_rows):
         model, inputs, plain, speculator = self.setting(prompt)
         cache, runs = DynamicCache(config=model.config), []
 
@@ -273,7 +273,7 @@ class TestInterruptions:
         assert_settled(runs[0])
 
     @pytest.mark.parametrize("call", range(1, 11))
-    def test_ctrl_c_while_rows_leave(self, prompt, monkeypatch, call):
+    def test_ctrl_c_while_rows_leave_keeps_the_cache_usable(self, prompt, monkeypatch, call):
         """In one of the two layers, or between them: of each, keys and values of those who leave are copied first."""
         model, inputs, plain, speculator = self.setting(prompt)
         cache, runs, calls = DynamicCache(config=model.config), [], []
@@ -292,7 +292,7 @@ class TestInterruptions:
         assert_settled(runs[0])
         self.assert_whole(cache, plain, runs[0].cache.lengths)
 
-    def test_a_closed_stream(self, prompt):
+    def test_closed_stream_leaves_the_cache_usable(self, prompt):
         model, inputs, plain, speculator = self.setting(prompt)
         criteria = StoppingCriteriaList([EndsRows(inputs["input_ids"], ENDS[0])])
         for num_rounds in range(1, 9):
@@ -320,7 +320,7 @@ class TestInterruptions:
 class TestSlidingWindow:
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
     @pytest.mark.parametrize("ends", [(9, 50, 20), (50, 12, 12)])
-    def test_text_and_windows(self, prompt, batches, attention, ends):
+    def test_sliding_windows_give_plain_text_and_cache(self, prompt, batches, attention, ends):
         model = build_tiny_model("mistral", attention=attention, sliding_window=WINDOW)
         inputs = padded_batch(prompt, (19, 6, 12))
         plain, _ = run(model, inputs, ends, None, max_new_tokens=50)

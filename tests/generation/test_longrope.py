@@ -120,7 +120,7 @@ TARGETS = [("phi3", "sdpa"), ("phi3", "eager"), ("phi3 windows", "sdpa"), ("phim
 @pytest.mark.parametrize("kind", quick(TARGETS, ("phi3", "eager"), ("phi3 windows", "sdpa")), ids="-".join)
 class TestText:
     @pytest.mark.parametrize("length", quick([24, 31, 32, 33, 40], 24, 33))
-    def test_of_one_row(self, kind, length):
+    def test_text_of_one_row_is_plain_across_the_border(self, kind, length):
         model, request = build(*kind), {"max_new_tokens": 16, "do_sample": length % 8 == 0}
         plain = run(model, single(length), **request)
         for kind, speculator in speculators(plain[0][:, length:]).items():
@@ -138,7 +138,7 @@ class TestText:
         ],
         ids=str,
     )
-    def test_of_a_padded_batch(self, kind, lengths, request_):
+    def test_text_of_a_padded_batch_is_plain_across_the_border(self, kind, lengths, request_):
         model, inputs = build(*kind), padded_batch(random_prompt, lengths)
         request = {"max_new_tokens": 12, **request_}
         plain = run(model, inputs, **request)
@@ -151,7 +151,7 @@ class TestText:
 @LOSES_NOTHING
 class TestSpeed:
     @pytest.mark.parametrize("name", MODELS)
-    def test_drafts_are_accepted_on_both_sides_and_the_text_is_run_anew_once(self, name, widths):
+    def test_crossing_the_border_recomputes_the_text_once(self, name, widths):
         model, length, count = build(name), 12, 48
         text = run(model, single(length), max_new_tokens=count)[0][:, length:]
         speculator, seen = scripted(text, 1.0, (1, 1, 1, 1)), widths(model)
@@ -172,7 +172,7 @@ class TestSpeed:
 class TestOutputs:
     REQUEST = {"max_new_tokens": 14, "return_dict_in_generate": True}  # noqa: RUF012
 
-    def test_records_of_every_step(self, name, lengths):
+    def test_outputs_of_every_step_equal_plain(self, name, lengths):
         model, inputs = build(name, "eager"), padded_batch(random_prompt, lengths)
         parts = ("hidden_states", "attentions", "scores", "logits")
         request = {**self.REQUEST, **{f"output_{part}": True for part in parts}}
@@ -185,7 +185,7 @@ class TestOutputs:
                     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4, msg=f"{kind}: {part}")
 
     @pytest.mark.parametrize("num_padding", [0, 5])
-    def test_the_caches(self, name, lengths, num_padding):
+    def test_returned_cache_equals_plain(self, name, lengths, num_padding):
         """Stock returns another object than the one it was given, which it leaves as it was at the border: by the
         entries, padding counted."""
         model, inputs, results = build(name), padded_batch(random_prompt, lengths), []

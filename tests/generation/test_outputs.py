@@ -61,7 +61,7 @@ def assert_same_parts(ours, plain, width):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("lengths", [(9,), (9, 4, 1)], ids=["one", "batch"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_every_part_equals_plain(tiny_model, prompt, attention, lengths, do_sample):
+def test_outputs_equal_plain(tiny_model, prompt, attention, lengths, do_sample):
     model, inputs = tiny_model("qwen2", attention=attention), padded_batch(prompt, lengths)
     for eos in ([], list(range(3, 12))):
         request = {**ALL_PARTS, "max_new_tokens": NEW_TOKENS, "do_sample": do_sample, "eos_token_id": eos or None}
@@ -75,7 +75,7 @@ def test_every_part_equals_plain(tiny_model, prompt, attention, lengths, do_samp
 
 
 @pytest.mark.parametrize("part", [name for name in ALL_PARTS if name != "return_dict_in_generate"])
-def test_only_what_was_asked_for(tiny_model, prompt, part):
+def test_outputs_hold_the_requested_parts_only(tiny_model, prompt, part):
     model, ids = tiny_model(attention="eager"), prompt(9)
     for asked in ({part: True}, {part: False}, {}):
         request = {"max_new_tokens": 6, "return_dict_in_generate": True, **asked}
@@ -86,7 +86,7 @@ def test_only_what_was_asked_for(tiny_model, prompt, part):
     assert isinstance(model.generate(ids, **asked, speculator="prompt_lookup"), torch.Tensor), "no dict was asked for"
 
 
-def test_with_a_drafter_that_taps_layers_of_its_own(tiny_model, prompt):
+def test_outputs_equal_plain_while_a_drafter_reads_layers(tiny_model, prompt):
     model, ids = tiny_model(attention="eager"), prompt(9)
     plain = model.generate(ids, max_new_tokens=NEW_TOKENS, **ALL_PARTS)
     drafter = Tapping(plain.sequences[:, 9:], (2, 2), (1,))
@@ -95,7 +95,7 @@ def test_with_a_drafter_that_taps_layers_of_its_own(tiny_model, prompt):
     torch.testing.assert_close(drafter.seen[0][1][1], plain.hidden_states[0][1])
 
 
-def test_a_chunked_prefill_and_a_continued_cache(tiny_model, prompt):
+def test_outputs_equal_plain_after_chunked_prefill_and_with_a_continued_cache(tiny_model, prompt):
     model, ids = tiny_model(attention="eager"), prompt(11)
     script = model.generate(ids, max_new_tokens=60)[:, 11:]
     speculator = Speculator(ScriptedDrafter(script, (2, 2), vocab_size=VOCAB_SIZE))

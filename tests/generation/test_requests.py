@@ -48,7 +48,7 @@ class TestTraining:
         disable()
         assert assert_as_plain(model.train(), input_ids=random_prompt(9)).accepted_tokens > 0
 
-    def test_the_way_past_no_grad_is_that_of_transformers(self, model):
+    def test_unwrapping_generate_leads_past_no_grad_as_in_transformers(self, model):
         assert type(model).generate.__wrapped__.__code__ is _originals["generate"].__wrapped__.__code__
         wrapped = inspect.unwrap(type(model).generate)
         model.requires_grad_(True)
@@ -77,11 +77,11 @@ class Labelled(DynamicCache):
 
 
 class TestCaches:
-    def test_one_that_does_more_than_keep_entries(self, model):
+    def test_caches_that_evict_entries_run_plain(self, model):
         reason = "Evicting, which has its own crop, update: what it keeps of the text is not known"
         assert_steps_aside(model, reason, lambda: {"input_ids": random_prompt(9), CACHE_NAME: Evicting()})
 
-    def test_one_that_only_says_more_about_itself(self, model):
+    def test_subclasses_of_caches_with_other_methods_speculate(self, model):
         plain, cache = run(model, input_ids=random_prompt(9))[0], Labelled("mine")
         speculator = Speculator(ScriptedDrafter(plain[:, 9:], vocab_size=VOCAB_SIZE))
         assert torch.equal(run(model, speculator, input_ids=random_prompt(9), **as_cache(cache))[0], plain)
@@ -135,16 +135,16 @@ class TestWidthOfScores:
             assert_same(run(model, Speculator(drafter), **request), run(model, **request))
 
     @pytest.mark.parametrize("width", [90, 128])
-    def test_a_head_that_is_narrower_or_wider_than_the_vocabulary(self, model, do_sample, inputs, row_wise, width):
+    def test_text_is_plain_with_a_head_of_another_width(self, model, do_sample, inputs, row_wise, width):
         head, count = torch.nn.Linear(32, width, bias=False).requires_grad_(False), min(width, VOCAB_SIZE)
         head.weight.data.zero_()[:count] = model.lm_head.weight[:count]
         model.lm_head = head
         self.run(model, do_sample, inputs, row_wise, *[Masking()] * (width > VOCAB_SIZE))
 
-    def test_a_processor_that_cuts(self, model, do_sample, inputs, row_wise):
+    def test_text_is_plain_with_a_processor_that_cuts_scores(self, model, do_sample, inputs, row_wise):
         self.run(model, do_sample, inputs, row_wise, Cutting())
 
-    def test_a_processor_that_cuts_at_some_steps(self, model, do_sample, inputs, row_wise):
+    def test_text_is_plain_with_a_processor_that_cuts_at_some_steps(self, model, do_sample, inputs, row_wise):
         self.run(model, do_sample, inputs, False, CuttingSometimes())
 
 
@@ -176,7 +176,7 @@ class Watching(EmptyDrafter):
 
 
 class TestRawLast:
-    def test_of_a_model_whose_layers_have_another_name(self, gpt2):
+    def test_raw_last_is_found_under_other_layer_names(self, gpt2):
         drafter, states = Watching(), []
         plain = run(gpt2, input_ids=random_prompt(9))[0]
         assert torch.equal(run(gpt2, Speculator(drafter), input_ids=random_prompt(9))[0], plain)
@@ -189,7 +189,7 @@ class TestRawLast:
         torch.testing.assert_close(shown, expected, atol=3e-5, rtol=1e-5)
         assert shown.shape[1] >= plain.shape[1] - 3  # nothing is drafted behind the end
 
-    def test_of_a_model_that_hides_it(self, gpt2):
+    def test_raw_last_that_cannot_be_found_is_an_error(self, gpt2):
         gpt2.transformer.extra = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
         plain = run(gpt2, input_ids=random_prompt(9))[0]
         with pytest.raises(UnsupportedRequestError, match="output of the last decoder layer, which is not to be found"):

@@ -100,7 +100,7 @@ def test_compiled_texts_have_one_capacity(tiny_model, prompt):
     assert {key[2] for _, key in graphs_of(model, "eager").by_key} == {1024}  # pyright: ignore[reportIndexIssue]
 
 
-def test_a_static_cache_of_the_callers(tiny_model, prompt):
+def test_generate_refuses_a_callers_static_cache(tiny_model, prompt):
     model = tiny_model()
     cache = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(UnsupportedRequestError, match=r"a StaticCache; .* cache_implementation='static' reserves"):

@@ -57,7 +57,7 @@ class TestFindsFaults:
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-    def test_nothing_is_found_where_nothing_is_wrong(self, attention, dtype):
+    def test_trial_passes_a_sound_model(self, attention, dtype):
         assert run_trial(build_tiny_model(attention=attention, dtype=dtype), "tree") == ("tree", "")
 
     def test_a_tree_mask_that_hides_nothing_among_nodes(self, monkeypatch):
@@ -145,7 +145,7 @@ class TestRunsOnce:
         assert needs_trial(known, cache_of(known))
         assert request_shape(known, cache_of(known))[0] == "chain"
 
-    def test_what_is_known_is_not_tried(self, model, monkeypatch, prompt):
+    def test_known_models_run_no_trial(self, model, monkeypatch, prompt):
         known = build_tiny_model()
         monkeypatch.setattr(trial, "run_trial", lambda *args: pytest.fail("was tried"))
         known.generate(prompt(5), max_new_tokens=3, speculator="prompt_lookup")
@@ -198,7 +198,7 @@ class TestLeavesNothing:
     @pytest.mark.parametrize("num_good", [0, 3, 11])
     @pytest.mark.parametrize("failure", FAILURES, ids=["fine", "error", "memory"])
     @pytest.mark.parametrize("gradients", [True, False])
-    def test_on_the_model_and_the_random_numbers(self, model, failure, num_good, gradients):
+    def test_trial_leaves_model_and_random_numbers_unchanged(self, model, failure, num_good, gradients):
         called, model.draws, model.failure, model.num_good = self.hooked(model), True, failure, num_good
         model.generation_config.eos_token_id, model.generation_config.temperature = [5, 6], 0.3
         with torch.set_grad_enabled(gradients):
@@ -210,7 +210,7 @@ class TestLeavesNothing:
         assert Custom.num_forwards > num_good
 
     @pytest.mark.parametrize("num_good", [0, 3, 11])
-    def test_ctrl_c_leaves_hooks_and_finds_nothing(self, model, num_good):
+    def test_ctrl_c_in_a_trial_restores_hooks_and_records_nothing(self, model, num_good):
         called, model.draws, model.num_good = self.hooked(model), True, num_good
         model.failure = KeyboardInterrupt()
         before = state_of(model)
@@ -223,7 +223,7 @@ class TestLeavesNothing:
         assert request_shape(model, cache_of(model)) == ("tree", "")
 
     @pytest.mark.parametrize("do_sample", [False, True])
-    def test_on_a_warm_cache(self, model, do_sample, prompt):
+    def test_trial_leaves_a_filled_cache_unchanged(self, model, do_sample, prompt):
         ids, results = prompt(20), []
         for speculator in (None, Speculator(ScriptedDrafter([5] * 30, (2, 1), vocab_size=VOCAB_SIZE))):
             cache = cache_of(model)

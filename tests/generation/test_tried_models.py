@@ -108,7 +108,7 @@ REQUESTS = [{}, {"do_sample": True}]
 class TestOwnPreparation:
     @pytest.mark.parametrize("kind", [BiasByLength, BiasByStep])
     @pytest.mark.parametrize("drafter", [EmptyDrafter(), RandomDrafter(vocab_size=VOCAB_SIZE)], ids=["none", "random"])
-    def test_what_changes_from_step_to_step_is_refused(self, kind, drafter, prompt):
+    def test_preparation_that_depends_on_the_step_is_refused(self, kind, drafter, prompt):
         model, speculator = build(kind), Speculator(drafter)
         reason = f"{kind.__name__} does not score several tokens at once as one after another .logits differ"
         with pytest.raises(UnsupportedRequestError, match=reason):
@@ -120,7 +120,7 @@ class TestOwnPreparation:
         assert kind.__name__ in next(iter(speculator.stats.fallbacks))
 
     @pytest.mark.parametrize("kind", [Harmless, Signature])
-    def test_what_changes_nothing_takes_trees(self, kind, prompt):
+    def test_harmless_preparation_takes_trees(self, kind, prompt):
         model = build(kind)
         for request in REQUESTS:
             request = {**padded_batch(prompt, (9, 4)), "max_new_tokens": 20, **request}
@@ -143,7 +143,7 @@ class TestOwnPreparation:
         assert_same(run(model, speculator, **request), plain)
         assert speculator.stats.accepted_tokens > 10
 
-    def test_what_cannot_be_run_at_all_gets_no_drafts(self):
+    def test_models_that_raise_in_the_trial_get_no_drafts(self):
         class Broken(LlamaForCausalLM):
             def forward(self, *args, **kwargs):
                 raise ZeroDivisionError("by\ndesign")

@@ -72,13 +72,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("speculator", [None, EmptyDrafter()], ids=["plain", "speculative"])
 @pytest.mark.parametrize("other", OTHERS)
-def test_code_of_others_may_do_anything(other, speculator, watched, prompt):
+def test_requests_with_code_of_others_open_no_span(other, speculator, watched, prompt):
     chosen = None if speculator is None else Speculator(speculator)
     watched.generate(prompt(5), max_new_tokens=4, pad_token_id=0, speculator=chosen, **OTHERS[other])
     assert not watched.forward.spans
 
 
-def test_drafters_and_streamers_of_others():
+def test_drafters_and_streamers_of_others_are_not_known():
     class Ours(EmptyDrafter):
         pass
 

@@ -58,7 +58,7 @@ def stock():
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_changed_is_named_and_nothing_is_wrapped(stock, case):
+def test_install_names_changed_methods_and_wraps_nothing(stock, case):
     name, value, message = CHANGES[case]
     if value is GONE:
         stock.delattr(GenerationMixin, name)
@@ -73,7 +73,7 @@ def test_what_changed_is_named_and_nothing_is_wrapped(stock, case):
     assert not bridge._originals
 
 
-def test_an_attention_table_that_is_gone(stock, tiny_model, prompt):
+def test_tree_attention_refuses_a_missing_attention_table(stock, tiny_model, prompt):
     model = tiny_model("llama")
     uninstall_attention()
     stock.delattr(AttentionInterface, "_global_mapping")
@@ -81,7 +81,7 @@ def test_an_attention_table_that_is_gone(stock, tiny_model, prompt):
         TreeAttention(model, model.device)
 
 
-def test_what_is_called_may_take_more_that_can_be_left_out(stock):
+def test_check_transformers_takes_further_optional_arguments(stock):
     def prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True, *, plan=None):
         raise AssertionError
 
@@ -91,7 +91,7 @@ def test_what_is_called_may_take_more_that_can_be_left_out(stock):
 
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize("keeps_signature", [True, False])
-def test_what_another_package_has_wrapped_is_wrapped_once_more(stock, name, keeps_signature, tiny_model, prompt):
+def test_install_wraps_methods_that_others_have_wrapped(stock, name, keeps_signature, tiny_model, prompt):
     original, calls = getattr(GenerationMixin, name), []
 
     def outer(self, *args, **kwargs):

@@ -159,7 +159,7 @@ def test_text_of_gemma3_is_that_of_plain_generate(write):
     assert torch.equal(model.generate(**request, speculator=Speculator(drafters[1])), model.generate(**request))
 
 
-def test_what_files_of_gemma3_say_and_leave_out(write):
+def test_plan_model_reads_gemma3_metadata_and_defaults(write):
     """Windows by a number or one by one, a base of their own, scaling of the others only, a cap of the logits."""
     rope = {".rope.scaling.type": "linear", ".rope.scaling.factor": 8.0}
     config = plan_model(read_header(write(shape_of("gemma3"), metadata=OF_GEMMA3 | rope))).config

@@ -24,7 +24,7 @@ def test_header_is_what_was_written(write):
     assert max(e.offset + e.num_bytes for e in file.tensors.values()) <= file.num_bytes
 
 
-def test_cut_anywhere_it_is_refused(write, tmp_path):
+def test_read_header_refuses_files_cut_anywhere(write, tmp_path):
     """Every cut within the header, and cuts within the weights."""
     whole = write().read_bytes()
     file, cut = read_header(tmp_path / "model.gguf"), tmp_path / "cut.gguf"
@@ -53,20 +53,20 @@ def test_cut_anywhere_it_is_refused(write, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_gguf_file_is_refused(content, message, tmp_path):
+def test_read_header_refuses_other_files(content, message, tmp_path):
     path = tmp_path / "file.gguf"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         read_header(path)
 
 
-def test_files_that_others_found_broken(shared_root):
+def test_load_gguf_refuses_the_malformed_files_of_others(shared_root):
     for path in sorted((shared_root / "data" / "gguf" / "malformed").glob("*.gguf")):
         with pytest.raises(CheckpointError, match=path.name):
             hf_speculate.load_gguf(path)
 
 
-def test_unknown_types_are_named(write, no_weights, tmp_path):
+def test_load_model_names_unknown_tensor_types(write, no_weights, tmp_path):
     path = write(recipe="F32")
     data = path.read_bytes()
     name = b"blk.0.attn_k.weight"
@@ -109,7 +109,7 @@ def test_other_architectures_are_refused(write, no_weights):
         load_model(write(FileShape("mamba", 40, 32, 64, 2, 4, 2)))
 
 
-def test_without_a_tokenizer_one_must_be_given(write, no_weights):
+def test_load_gguf_refuses_a_file_without_tokenizer(write, no_weights):
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         hf_speculate.load_gguf(write())
 

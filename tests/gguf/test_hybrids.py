@@ -70,7 +70,7 @@ def test_texts_with_the_files_own_draft_layer(write, backend, do_sample):
     assert (PackedLinear in kinds) == has_kernel()
 
 
-def test_a_draft_layer_in_a_file_of_its_own(write, tmp_path):
+def test_mtp_head_loads_from_a_file_of_its_own(write, tmp_path):
     """As some quantisers publish it: the block beside the vocabulary, for a model from anywhere."""
     target = load_model(write(TILED, "Q8_0"), dtype=torch.float32, backend="dense")
     whole = AutoSpeculator.from_name("mtp", target).drafter
@@ -100,19 +100,19 @@ def test_a_packed_draft_layer_is_saved_with_values(write, tmp_path):
 
 
 class TestProblems:
-    def test_a_file_without_draft_layers(self, write):
+    def test_mtp_refuses_a_file_without_draft_layers(self, write):
         path = write(replace(TILED, num_layers=EVERY, num_draft_layers=0))
         target = load_model(path, dtype=torch.float32, backend="dense")
         with pytest.raises(CheckpointError, match=r"no draft layers \(MTP\) among its .*blk\.N\.nextn\.eh_proj"):
             AutoSpeculator.from_name("mtp", target)
 
-    def test_draft_layers_of_another_architecture(self, write, tmp_path):
+    def test_mtp_refuses_draft_layers_of_another_architecture(self, write, tmp_path):
         other = write_model(tmp_path / "llama.gguf", replace(SMALLEST, architecture="glm4moe"))
         target = load_model(write(), dtype=torch.float32, backend="dense")
         with pytest.raises(CheckpointError, match="holds a model of architecture 'glm4moe'; supported: llama, "):
             AutoSpeculator.from_name("mtp", target, head=str(other))
 
-    def test_draft_layers_of_another_depth(self, write):
+    def test_mtp_refuses_draft_layers_of_another_depth(self, write):
         with pytest.raises(CheckpointError, match="belongs to a model of 4 layers; the target has 5"):
             Source.find(write(), EVERY + 1)
 
@@ -136,11 +136,11 @@ class TestProblems:
             ({".full_attention_interval": 3}, "tensors of a qwen35 model are missing: .*attn_q"),
         ],
     )
-    def test_metadata_that_fit_no_model(self, write, no_weights, metadata, message):
+    def test_plan_model_refuses_metadata_that_fit_no_model(self, write, no_weights, metadata, message):
         with pytest.raises(CheckpointError, match=message):
             plan_model(read_header(write(metadata=metadata)))
 
-    def test_decays_above_zero(self, write):
+    def test_load_model_refuses_decays_above_zero(self, write):
         path = write(extra_tensors={"blk.1.ssm_a": np.array([-1, -2, 0.5, -1], np.float32)})
         with pytest.raises(CheckpointError, match=r"'blk\.1\.ssm_a' holds values that are not finite or not possible"):
             load_model(path)

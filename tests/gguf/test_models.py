@@ -57,7 +57,7 @@ def test_the_progress_bar_names_what_is_done(write, monkeypatch, backend, shown)
     assert bars == [shown]
 
 
-def test_models_know_their_file(write):
+def test_load_model_names_the_config_after_the_file(write):
     """Cards of heads name what they were made for by the config."""
     path = write(shape_of("llama"))
     model = load_model(path)

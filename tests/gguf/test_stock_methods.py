@@ -25,7 +25,7 @@ REQUEST = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_t
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", [*PACKED, "dense"])
-def test_ids_outside_the_vocabulary(backend, kind, write):
+def test_packed_embeddings_refuse_ids_outside_the_vocabulary(backend, kind, write):
     model = load_model(write(shape_of("llama"), kind), dtype=torch.float32, backend=backend)
     size = model.config.vocab_size
     for bad in (-1, -100, -size, -size - 1, size):
@@ -40,7 +40,7 @@ def test_ids_outside_the_vocabulary(backend, kind, write):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("backend", PACKED)
-def test_tokens_are_not_added(backend, is_tied, write):
+def test_resize_token_embeddings_refuses_another_size(backend, is_tied, write):
     model = load_model(write(shape_of("llama", tied=is_tied)), dtype=torch.float32, backend=backend)
     size, ids = model.config.vocab_size, token_ids(1, 5)
     plain = model.generate(ids, **REQUEST)

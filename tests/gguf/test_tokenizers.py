@@ -144,7 +144,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("pre", PIECES)
-def test_text_is_cut_as_the_file_says(pre, tmp_path):
+def test_pre_tokenizer_splits_text_by_the_files_pre_type(pre, tmp_path):
     backend: Any = tokenizer_of(tmp_path, byte_level(pre)).backend_tokenizer
     text = "\n\n12 I'LL don't $x1234"
     assert [text[slice(*span)] for _, span in backend.pre_tokenizer.pre_tokenize_str(text)] == PIECES[pre]
@@ -170,7 +170,7 @@ def test_a_pre_type_that_is_not_known_is_said_in_one_line(pre, found, tmp_path, 
     assert len(caplog.records) == 1
 
 
-def test_words_of_the_vocabulary_without_a_merge(tmp_path):
+def test_tokenizer_takes_words_without_a_merge_by_pre_type(tmp_path):
     """Llama 3 takes them whole; GPT-2 never reaches them."""
     words = {"pieces": ["ab", "abc"], "merges": ["a b"]}
     for pre, expected in (("llama-bpe", ["abc"]), ("gpt-2", ["ab", "c"])):
@@ -195,7 +195,7 @@ def test_the_first_of_equal_merges_counts(tmp_path):
         ("qwen2", {"add_bos_token": True, "add_eos_token": True}, ["<bos>", "a", "<eos>"]),
     ],
 )
-def test_tokens_that_are_added_to_a_text(pre, flags, expected, tmp_path):
+def test_tokenizer_adds_bos_and_eos_as_the_file_says(pre, flags, expected, tmp_path):
     tokenizer = tokenizer_of(
         tmp_path, byte_level(pre, control=["<bos>", "<eos>"], bos_token_id=256, eos_token_id=257, **flags)
     )
@@ -205,7 +205,7 @@ def test_tokens_that_are_added_to_a_text(pre, flags, expected, tmp_path):
 @pytest.mark.parametrize(
     "metadata", [byte_level("llama-bpe"), byte_level("smollm", control=["<\uff5cUser\uff5c>"]), sentencepiece()]
 )
-def test_no_text_becomes_a_token_that_the_file_does_not_have(metadata, tmp_path):
+def test_tokenizer_yields_tokens_of_the_file_only(metadata, tmp_path):
     tokenizer = tokenizer_of(tmp_path, metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     assert len(tokenizer) == len(tokens)
@@ -315,7 +315,7 @@ def test_qwen2_has_the_ids_of_its_own_tokenizer(shared_root, tmp_path):
 
 
 @pytest.mark.parametrize("name", quick(NAMES))
-def test_llama_cpps_own_vocabularies(name):
+def test_tokenizer_agrees_with_llama_cpps_vocabularies(name):
     path = VOCABULARIES / f"ggml-vocab-{name}.gguf"
     if not path.is_file():
         pytest.skip(f"no {path.name} in {VOCABULARIES} (LLAMA_CPP_VOCABULARIES names another folder)")

@@ -37,7 +37,7 @@ def values_of(path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("out_type", OUT_TYPES)
-def test_tensors(out_type, tmp_path):
+def test_write_gguf_keeps_tensors_and_metadata(out_type, tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "matrix": torch.randn(3, 64, generator=generator),
@@ -63,7 +63,7 @@ def test_tensors(out_type, tmp_path):
     torch.testing.assert_close(found["matrix"].float(), tensors["matrix"], atol=error, rtol=error)
 
 
-def test_what_is_not_written(tmp_path):
+def test_write_gguf_refuses_unknown_types_and_large_values(tmp_path):
     with pytest.raises(CheckpointError, match=r"'q9_0'.*possible: f32, f16"):
         write_gguf(tmp_path / "file.gguf", "any", {}, {}, "q9_0")
     with pytest.raises(CheckpointError, match="too large for F16"):
@@ -72,7 +72,7 @@ def test_what_is_not_written(tmp_path):
         describe_rope("any", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, 8)
 
 
-def test_pairs_and_halves():
+def test_interleaved_rows_are_undone_by_half_split_order():
     """llama.cpp keeps rows that rotate together side by side, transformers in the halves of a head."""
     rows = torch.arange(16)[:, None]
     stored = interleaved(rows, num_heads=2)
@@ -91,7 +91,7 @@ def test_pairs_and_halves():
         },
     ],
 )
-def test_rope(rope, tmp_path):
+def test_describe_rope_is_read_again(rope, tmp_path):
     metadata, factors = describe_rope("any", rope, 64)
     path = tmp_path / "file.gguf"
     tensors = {"ids": torch.tensor([1])} | ({} if factors is None else {"rope_freqs.weight": factors})
@@ -107,7 +107,7 @@ def test_rope(rope, tmp_path):
         (SHARED / "models" / "stories260k", 512),
     ],
 )
-def test_a_tokenizer_comes_back(folder, vocab_size, tmp_path):
+def test_describe_vocabulary_is_read_as_the_same_tokenizer(folder, vocab_size, tmp_path):
     """The same ids and texts, by the reader that is tested against llama.cpp; pycoder's has four unused tokens here."""
     if not folder.is_dir():
         pytest.skip(f"{folder} is not on this machine")
@@ -124,7 +124,7 @@ def test_a_tokenizer_comes_back(folder, vocab_size, tmp_path):
     assert (again.eos_token_id, again.bos_token_id) == (tokenizer.eos_token_id, tokenizer.bos_token_id)
 
 
-def test_tokenizers_that_are_not_written():
+def test_describe_vocabulary_refuses_tokenizers_that_do_not_fit():
     class Slow:
         backend_tokenizer = None
 

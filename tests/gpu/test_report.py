@@ -43,7 +43,7 @@ def tables_of(text: str) -> list[list[list[str]]]:
 
 
 @pytest.mark.rest
-def test_it_runs_to_its_end_on_a_cpu(tmp_path):
+def test_report_runs_to_its_end_on_a_cpu(tmp_path):
     out = tmp_path / "report.jsonl"
     command = [
         sys.executable,
@@ -137,7 +137,7 @@ def test_a_phase_that_hangs_is_ended_and_the_others_run(report):
     assert findings[3]["error"].startswith("ended by force")
 
 
-def test_without_any_device_it_ends_at_once(report):
+def test_report_ends_at_once_without_a_device(report):
     script = """
     say(phase=name, error="no driver", device_lost=True)
     say(phase=name, done=True, seconds=1.0)
@@ -162,7 +162,7 @@ def test_a_process_that_cannot_start_ends_every_phase(report):
     assert [each["error"] for each in findings] == ["its process died before it began"] * 2
 
 
-def test_an_error_of_a_phase_is_a_finding(monkeypatch):
+def test_run_phase_records_errors(monkeypatch):
     def measure(setting):
         with setting.guarded(cell="first"):
             raise ValueError("one line\nanother")
@@ -242,7 +242,7 @@ def event(kind, name, start, end):
     )
 
 
-def test_gaps_of_the_device_name_what_the_host_did():
+def test_timeline_names_the_host_call_in_each_gap():
     events = [
         event("CUDA", "flash_fwd_kernel", 0.0, 10.0),
         event("CUDA", "gemm", 5.0, 20.0),
@@ -268,7 +268,7 @@ def test_ways_of_attention_agree():
     assert not case.ancestors[0, 1, 2]  # siblings
 
 
-def test_marks_add_up_the_parts():
+def test_marks_sum_the_times_of_a_part():
     marks = Marks(torch.device("cpu"))
     for _ in range(2):
         with marks.part("draft"):

@@ -34,7 +34,7 @@ class HeadDrafter(EmptyDrafter):
 
 
 class TestCard:
-    def test_metadata_and_snippet(self, tmp_path):
+    def test_card_holds_metadata_and_a_snippet(self, tmp_path):
         assert write_card(tmp_path, **CARD, repo_id="me/head")
         card = ModelCard.load(tmp_path / CARD_FILE)
         assert card.data.base_model == CARD["base_model"]
@@ -44,7 +44,7 @@ class TestCard:
         assert 'AutoSpeculator.from_pretrained("me/head", target=model)' in card.text
         assert "`speculators` layout" in card.text
 
-    def test_figures_are_those_given_and_no_others(self, tmp_path):
+    def test_card_shows_the_given_figures_only(self, tmp_path):
         write_card(tmp_path / "none", **CARD)
         card = ModelCard.load(tmp_path / "none" / CARD_FILE)
         assert card.data.eval_results is None
@@ -86,7 +86,7 @@ class TestCard:
 
 
 class TestSave:
-    def test_weights_and_card(self, tmp_path):
+    def test_save_pretrained_writes_weights_and_card(self, tmp_path):
         Speculator(HeadDrafter()).save_pretrained(tmp_path / "head", metrics={"rounds": 5})
         names = sorted(path.name for path in (tmp_path / "head").iterdir())
         assert names == [CARD_FILE, "config.json", "model.safetensors"]
@@ -181,7 +181,7 @@ class TestPermissions:
         return hub
 
     @pytest.mark.parametrize(("given", "full"), [("head", "me/head"), ("me/head", "me/head"), ("lab/head", "lab/head")])
-    def test_what_can_be_written(self, organisations, given, full):
+    def test_check_upload_returns_the_full_repository_name(self, organisations, given, full):
         assert check_upload(given, token="t") == full
         assert organisations.tokens == ["t"]
         assert organisations.calls == []  # nothing was made
@@ -197,7 +197,7 @@ class TestPermissions:
             (token("fineGrained", scope("lab", "repo.write")), "me/head", "may not write"),
         ],
     )
-    def test_what_cannot(self, organisations, auth, repo_id, message):
+    def test_check_upload_refuses_names_and_tokens_without_permission(self, organisations, auth, repo_id, message):
         organisations.user["auth"] = auth
         with pytest.raises(UploadError, match=message):
             check_upload(repo_id)
@@ -215,7 +215,7 @@ class TestPermissions:
             (RuntimeError(""), "cannot check with the Hub .*RuntimeError"),
         ],
     )
-    def test_a_hub_that_does_not_answer(self, organisations, monkeypatch, error, message):
+    def test_check_upload_reports_a_hub_that_does_not_answer(self, organisations, monkeypatch, error, message):
         def whoami():
             raise error
 
@@ -225,7 +225,7 @@ class TestPermissions:
 
 
 class TestAcceptanceOptions:
-    def test_refused_before_anything_is_read(self, tiny_model):
+    def test_acceptance_options_are_refused_before_a_head_is_read(self, tiny_model):
         for make in (AutoSpeculator.from_name, AutoSpeculator.from_pretrained):
             with pytest.raises(ValueError, match="'match' or 'typical'"):
                 make("absent", target=tiny_model(), acceptance="lucky")

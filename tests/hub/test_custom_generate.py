@@ -64,7 +64,7 @@ class Collecting(BaseStreamer):
 
 class TestText:
     @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 20}])
-    def test_it_is_the_targets_own(self, head, tiny_model, prompt, sampling):
+    def test_custom_generate_gives_plain_text(self, head, tiny_model, prompt, sampling):
         model, arguments = tiny_model(), {**padded_batch(prompt, (5, 9)), "max_new_tokens": 16, **sampling}
         torch.manual_seed(7)
         plain = model.generate(**arguments)
@@ -121,7 +121,7 @@ class TestArguments:
         with pytest.raises(UnsupportedRequestError, match="synced_gpus"):
             by_code(tiny_model(), head, inputs=prompt(4), max_new_tokens=2, synced_gpus=True)
 
-    def test_where_a_repository_is_had_from_holds_for_the_weights(self, head, tiny_model, prompt, monkeypatch):
+    def test_custom_generate_passes_revision_and_token_on_to_the_download(self, head, tiny_model, prompt, monkeypatch):
         asked = []
 
         def had_from(name, **where):
@@ -136,20 +136,20 @@ class TestArguments:
         assert asked == [("me/head", where)]
         assert torch.equal(output, model.generate(ids, max_new_tokens=5))
 
-    def test_a_speculator_beside_it_is_refused(self, head, tiny_model, prompt):
+    def test_custom_generate_refuses_a_speculator_argument(self, head, tiny_model, prompt):
         arguments = {"inputs": prompt(4), "max_new_tokens": 2, "speculator": "prompt_lookup"}
         with pytest.raises(UnsupportedRequestError, match="give one of them"):
             by_code(tiny_model(), head, **arguments)
         with pytest.raises(UnsupportedRequestError, match="give one of them"):
             custom_generate.generate(tiny_model(), **arguments)
 
-    def test_called_by_something_else(self, tiny_model, prompt):
+    def test_custom_generate_called_without_its_folder_is_an_error(self, tiny_model, prompt):
         with pytest.raises(SpeculateError, match="cannot know where the head is"):
             custom_generate.generate(tiny_model(), inputs=prompt(4))
 
 
 class TestFiles:
-    def test_only_where_they_are_asked_for(self, tmp_path, tiny_model):
+    def test_custom_generate_files_are_written_on_request_only(self, tmp_path, tiny_model):
         Speculator(random_medusa(CHOICES, tiny_model())).save_pretrained(tmp_path)
         assert not (tmp_path / "custom_generate").exists()
         card = ModelCard.load(tmp_path / CARD_FILE)
@@ -205,7 +205,7 @@ def cache_as_repository(head, home):
         ("absent", "hf_speculate. Run `pip install hf_speculate`"),
     ],
 )
-def test_nobody_imports_the_package_before(head, tiny_model, tmp_path, state, said):
+def test_custom_generate_works_before_the_package_is_imported(head, tiny_model, tmp_path, state, said):
     tiny_model().save_pretrained(tmp_path / "target")
     name = cache_as_repository(head, tmp_path / "home") if state == "on the Hub" else str(head)
     settings = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -176,12 +176,12 @@ def check_upload(plain_head: Path, place: Path, hub: FakeHub, caplog, seed: int)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_nothing_private_leaves_whatever_is_in_the_folder(plain_head, tmp_path, hub, caplog, count):
+def test_push_folder_uploads_nothing_private_from_random_folders(plain_head, tmp_path, hub, caplog, count):
     sent = [check_upload(plain_head, tmp_path, hub, caplog, 1000 * count + number) for number in range(count)]
     assert sum(sent) > count / 3, "most folders still have a head that can leave"
 
 
-def test_a_clean_folder_leaves_whole(plain_head, tmp_path, hub, caplog):
+def test_push_folder_uploads_every_file_of_a_clean_folder(plain_head, tmp_path, hub, caplog):
     push_folder(plain_head, "me/head")
     there = hub.folder("me/head")
     names = {path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file()}
@@ -238,7 +238,7 @@ class TestLinks:
         assert hub.calls == []
 
     @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", "."])
-    def test_names_that_leave_the_folder(self, tmp_path, name):
+    def test_own_file_refuses_names_outside_the_folder(self, tmp_path, name):
         with pytest.raises(CheckpointError, match="is not the name of a file"):
             own_file(tmp_path, name)
 
@@ -275,7 +275,7 @@ class TestSnapshots:
             link.symlink_to(os.path.relpath(blob, link.parent))
         return folder
 
-    def test_it_is_loaded_converted_and_pushed_as_regular_files(self, snapshot, tmp_path, hub):
+    def test_snapshot_is_converted_and_pushed_as_regular_files(self, snapshot, tmp_path, hub):
         model = target()
         assert model.config.num_hidden_layers == DEPTH
         AutoSpeculator.from_pretrained(snapshot, target=model)
@@ -288,7 +288,7 @@ class TestSnapshots:
         weights = hub.folder("me/again") / "model.safetensors"
         assert weights.read_bytes() == (snapshot / "model.safetensors").read_bytes()
 
-    def test_a_link_in_it_to_elsewhere_is_none_of_the_caches(self, snapshot, tmp_path, hub):
+    def test_push_folder_refuses_links_that_leave_a_snapshot(self, snapshot, tmp_path, hub):
         for other in (tmp_path / "x", tmp_path / "models--you--head" / "blobs" / "0"):
             other.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(snapshot / "model.safetensors", other)

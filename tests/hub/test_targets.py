@@ -57,11 +57,11 @@ def named(model, name):
 
 class TestIdentity:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_its_own_target_is_not_worth_a_word(self, head, said, dtype):
+    def test_own_target_gets_no_warning(self, head, said, dtype):
         folder = head(describe_identity(build_tiny_model(dtype=torch.bfloat16)))
         assert said(folder, build_tiny_model(dtype=dtype)) == []
 
-    def test_the_record_says_whose_target_and_what_was_accepted(self, head):
+    def test_head_record_holds_target_and_accuracy(self, head):
         folder = head(describe_identity(build_tiny_model()))
         path = Path(folder) / "provenance.json"
         metrics = {"eval_accuracy_0": 0.5, "eval_mean_acceptance_length": 2.5}
@@ -76,7 +76,7 @@ class TestIdentity:
         path.unlink()
         assert head_record(folder, build_tiny_model()) == HeadRecord()
 
-    def test_files_of_others_are_silent(self, head, said):
+    def test_heads_without_provenance_get_no_warning(self, head, said):
         assert said(head(), build_tiny_model()) == []
 
     def test_a_fine_tune_is_named_once(self, head, said):
@@ -113,7 +113,7 @@ class TestIdentity:
         assert "trained for a OtherForCausalLM, and the target is a LlamaForCausalLM" in message
 
     @pytest.mark.parametrize("weights", [None, 3, [], {"norm.weight": 3}, {"norm.weight": "float32 4 00"}])
-    def test_broken_ones_say_nothing(self, head, said, weights):
+    def test_broken_identities_get_no_warning(self, head, said, weights):
         identity = describe_identity(build_tiny_model()) | {"weights": weights}
         assert said(head(identity), build_tiny_model(seed=1)) == []
 
@@ -125,7 +125,7 @@ class TestQuantisation:
         write_random_file(tmp_path / "model.gguf", shape, find_recipe("Q4_0", shape))
         return tmp_path / "model.gguf"
 
-    def test_is_a_fact_beside_the_model(self, path):
+    def test_identity_names_the_quantisation(self, path):
         packed, dense = (load_model(path, dtype=torch.float32, backend=name) for name in ("dequantize", "dense"))
         identity = describe_identity(packed)
         assert identity["quantization"] == "GGUF (Q4_0)"
@@ -154,7 +154,7 @@ class TestStatedInConfigs:
         assert "made for meta-llama/Llama-3.1-8B-Instruct, and the target is NousResearch/Hermes-3-Llama" in message
 
     @pytest.mark.parametrize("name", ["unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "/models/llama", "examples/pycoder"])
-    def test_copies_and_folders_are_not_worth_a_word(self, head, said, name):
+    def test_copies_and_folders_get_no_warning(self, head, said, name):
         folder = head(speculators_config={"verifier": {"name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}})
         assert said(folder, named(build_tiny_model(), name)) == []
 

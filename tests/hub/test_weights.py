@@ -42,17 +42,17 @@ def test_a_fine_tune_is_told_by_what_it_changed():
     assert changed.endswith("self_attn.v_proj.weight")
 
 
-def test_what_lies_elsewhere_is_left_out():
+def test_sample_weights_leaves_out_offloaded_weights():
     model = copy.deepcopy(build_tiny_model())
     model.model.norm.to("meta")
     assert "norm.weight" not in sample_weights(model)
 
 
-def test_of_another_architecture_only_what_has_the_same_name_counts():
+def test_compare_weights_compares_equal_names_only():
     assert not compared(build_tiny_model(), build_tiny_gpt2())
 
 
-def test_unmerged_adapters_are_no_part_of_the_model():
+def test_compare_weights_ignores_unmerged_adapters():
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(copy.deepcopy(build_tiny_model()), peft.LoraConfig(target_modules="all-linear"))
     found = compared(build_tiny_model(), unwrap(perturbed(adapted)))
@@ -63,6 +63,6 @@ def test_unmerged_adapters_are_no_part_of_the_model():
 @pytest.mark.parametrize(
     "text", [None, "", "float32", "float32 4x4 00", "float32 2 zz zz", "float32 x 00000000", "GGUF(Q4_0) 1 00000000"]
 )
-def test_what_is_no_sample_of_dense_weights_is_left_out(text):
+def test_compare_weights_ignores_broken_samples(text):
     ours = sample_weights(build_tiny_model())
     assert compare_weights(ours, dict.fromkeys(ours, text)) == {}

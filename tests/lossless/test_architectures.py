@@ -67,7 +67,7 @@ def test_rows_of_a_padded_batch_are_those_of_plain_generate(name, prompt):
 
 
 @pytest.mark.parametrize("name", quick_quarter(name for name, case in CASES.items() if case.drafts == NOTHING))
-def test_what_cannot_speculate_says_so_or_steps_aside(name, prompt):
+def test_models_that_cannot_speculate_give_the_reason_or_run_plain(name, prompt):
     model, speculator = build(name), Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))
     with pytest.raises(UnsupportedRequestError, match=CASES[name].why):
         model.generate(prompt(9), max_new_tokens=4, speculator=speculator)
@@ -89,7 +89,7 @@ def found_by_trial(name) -> str:
 
 
 @pytest.mark.parametrize("name", quick_quarter(CASES))
-def test_the_trial_finds_what_the_other_tests_find(name):
+def test_trial_agrees_with_the_table_of_models(name):
     assert found_by_trial(name) == CASES[name].drafts
 
 

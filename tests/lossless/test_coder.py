@@ -25,7 +25,7 @@ def _target():
 
 @pytest.mark.parametrize("drafter", ["{head}", "{head}+suffix"])
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.95}])
-def test_the_text_is_the_targets(target, drafter, sampling):
+def test_coder_head_gives_plain_text(target, drafter, sampling):
     model, tokenizer = target
     speculator = AutoSpeculator.from_pretrained(drafter.format(head=bundled(QWEN_CODER.head)), target=model)
     chats = [

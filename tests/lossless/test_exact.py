@@ -122,18 +122,18 @@ def dense(tiny_model, dtype, choose):
 
 @pytest.mark.parametrize("dtype", quick(DTYPES.values()), ids=DTYPES)
 @pytest.mark.parametrize("part", quick(range(4)))
-def test_random_requests(tiny_model, dtype, part):
+def test_random_requests_are_exact(tiny_model, dtype, part):
     run(12, partial(dense, tiny_model, dtype), random.Random(part))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_thousand_requests(tiny_model, dtype):
+def test_thousand_random_requests_are_exact(tiny_model, dtype):
     run(1000, partial(dense, tiny_model, dtype), random.Random(99))
 
 
 @pytest.mark.parametrize(("attention", "window"), [("sdpa", 8), pytest.param("eager", 24, marks=pytest.mark.rest)])
-def test_padded_batches_behind_windows(attention, window):
+def test_padded_batches_past_a_window_are_exact(attention, window):
     """Rows of different lengths cross the ends of windows at different rounds; products of these shapes are those of
     single rows, wherever this was tried."""
     config = MistralConfig(
@@ -172,14 +172,14 @@ def packed(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize("kind", RECIPES)
-def test_many_requests_of_packed_targets(tmp_path, kind):
+def test_many_random_requests_of_packed_targets_are_exact(tmp_path, kind):
     model = packed(tmp_path, kind)
     run(300, lambda choose: model, random.Random(5))
 
 
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize("kind", quick(RECIPES, "Q4_0", "Q4_K_M"))
-def test_packed_targets(tmp_path, kind):
+def test_random_requests_of_packed_targets_are_exact(tmp_path, kind):
     """The kernel computes every row by itself; trees are cut to the rows that it takes."""
     model = packed(tmp_path, kind)
     run(12, lambda choose: model, random.Random(1))
@@ -193,8 +193,8 @@ def test_packed_targets(tmp_path, kind):
     assert MAX_NATIVE_ROWS == MOST_ROWS
 
 
-def test_a_model_with_few_positions():
-    """Its table of positions is shorter than most prefixes of the trial."""
+def test_model_with_few_positions_is_exact():
+    """The model's table of positions is shorter than most prefixes of the trial."""
     model = copy.deepcopy(build_tiny_opt(64)).to(torch.bfloat16)
     drafter = RandomDrafter(vocab_size=VOCAB_SIZE)
     stats = assert_equal_bits(model, {"input_ids": random_prompt(9)}, drafter, max_new_tokens=20)
@@ -215,29 +215,28 @@ class TestRefusals:
         assert len(speculator.stats.fallbacks) == 1
 
     @pytest.mark.rest  # flex attention takes seconds to load
-    def test_another_attention(self, tiny_model):
+    def test_exact_refuses_other_attention(self, tiny_model):
         model = tiny_model(attention="flex_attention", dtype=torch.bfloat16)
         self.refused(model, "attn_implementation='sdpa' or 'eager', .* has 'flex_attention'")
 
-    def test_autocast(self, tiny_model):
+    def test_exact_refuses_autocast(self, tiny_model):
         with torch.autocast("cpu", torch.bfloat16):
             self.refused(tiny_model(seed=14), "autocast is on")
 
-    def test_a_model_whose_layers_look_at_other_rows(self, tiny_model, monkeypatch):
-        """Named by its layer."""
+    def test_exact_names_the_layer_that_mixes_positions(self, tiny_model, monkeypatch):
         model = tiny_model(dtype=torch.bfloat16, seed=11)
         norm = model.model.layers[1].input_layernorm
         forward = norm.forward
         monkeypatch.setattr(norm, "forward", lambda states: forward(states) + 1e-2 * (states.shape[1] > 1))
         self.refused(model, "a tree differs from single steps in layer 2, after 9 tokens")
 
-    def test_products_of_a_batch(self, tiny_model, monkeypatch):
+    def test_exact_refuses_batches_whose_products_round_differently(self, tiny_model, monkeypatch):
         model = tiny_model(dtype=torch.bfloat16, seed=12)
         monkeypatch.setattr("hf_speculate.forward.exact.COUNTS", (2, 4))
         batch = padded_batch(random_prompt, (9, 5, 7))
         self.refused(model, r"a product of \[.*\] rounds 3 rows otherwise than each alone", batch)
 
-    def test_attention_weights(self, tiny_model):
+    def test_exact_refuses_attention_weights(self, tiny_model):
         model = tiny_model(dtype=torch.bfloat16, attention="eager")
         speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True)
         request = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_attentions": True}
@@ -258,12 +257,12 @@ class TestRefusals:
         self.refused(model, "layer 2, with 24 tokens at once, where Experts may multiply by other means than nn.Linear")
 
     @pytest.mark.parametrize(("name", "value"), [("compile", True), ("acceptance", "typical"), ("ahead", True)])
-    def test_options_that_cannot_promise_it(self, name, value):
+    def test_exact_refuses_options_that_cannot_promise_it(self, name, value):
         with pytest.raises(ValueError, match=f"which {name}= cannot promise"):
             Speculator(RandomDrafter(vocab_size=VOCAB_SIZE), exact=True, **{name: value})
 
 
-def test_others_find_transformers_as_it_was(tiny_model, monkeypatch):
+def test_exact_leaves_the_attention_table_unchanged(tiny_model, monkeypatch):
     """The table of attentions is changed only while an exact forward of an eager model runs."""
     stock, seen, drafter = AttentionInterface.get_interface, set(), RandomDrafter(vocab_size=VOCAB_SIZE)
     own = PerNodeAttention.attend

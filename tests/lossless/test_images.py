@@ -177,7 +177,7 @@ def test_exact_forwards_have_one_kind_of_positions():
 
 
 @pytest.mark.parametrize(("make", "why"), [(git, "does not score several tokens"), (mllama, "cross_attention_mask")])
-def test_others_step_aside_or_say_why(make, why):
+def test_other_image_models_give_the_reason_or_run_plain(make, why):
     model, inputs = made(make)
     plain = model.generate(**inputs, max_new_tokens=9)
     speculator = hf_speculate.attach(model, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)))

@@ -38,7 +38,7 @@ def scripted(text, width, branching=(2, 2, 1)):
 class TestPipeline:
     @pytest.mark.parametrize("batch_size", [1, 3])
     @pytest.mark.parametrize("do_sample", [False, True])
-    def test_attached_and_as_an_argument(self, tiny_model, tokenizer, batch_size, do_sample):
+    def test_pipeline_gives_plain_text_attached_and_by_argument(self, tiny_model, tokenizer, batch_size, do_sample):
         model = copy.deepcopy(tiny_model())
         pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
         texts = ["Once upon", "A", "To be or not to be"]
@@ -66,7 +66,7 @@ class TestPipeline:
 
 class TestPlacement:
     @pytest.mark.parametrize("embeddings", ["cpu", "disk"])
-    def test_cpu_and_disk_offload(self, tiny_model, prompt, tmp_path, embeddings):
+    def test_offloaded_models_give_plain_text(self, tiny_model, prompt, tmp_path, embeddings):
         accelerate = pytest.importorskip("accelerate")
         model, ids = tiny_model(), prompt(9)
         plain = model.generate(ids, max_new_tokens=NEW_TOKENS)
@@ -96,7 +96,7 @@ class TestPlacement:
             assert torch.equal(offloaded.generate(ids, max_new_tokens=NEW_TOKENS, speculator=speculator), plain)
             assert speculator.stats.accepted_tokens > 0
 
-    def test_device_map_auto_with_little_memory(self, tiny_model, prompt, tmp_path):
+    def test_device_map_auto_gives_plain_text(self, tiny_model, prompt, tmp_path):
         """accelerate puts what does not fit on disk; a head that has no matrices of its own is where the last layer
         computes, and what it is shown comes from wherever a layer was."""
         pytest.importorskip("accelerate")
@@ -123,7 +123,7 @@ class TestPlacement:
             assert each.stats.rounds > 0
 
     @pytest.mark.parametrize("way", quick([("eager", "model"), ("aot_eager", "model"), ("eager", "forward")]))
-    def test_compiled(self, tiny_model, prompt, way):
+    def test_compiled_models_give_plain_text(self, tiny_model, prompt, way):
         backend, how = way
         model, ids = copy.deepcopy(tiny_model(num_layers=1)), prompt(9)
         plain = model.generate(ids, max_new_tokens=12)
@@ -138,7 +138,7 @@ class TestPlacement:
         torch.compiler.reset()
 
     @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-    def test_gradient_modes(self, tiny_model, prompt, mode):
+    def test_gradient_modes_give_plain_text(self, tiny_model, prompt, mode):
         model = copy.deepcopy(tiny_model()).requires_grad_(True)
         plain = model.generate(prompt(9), max_new_tokens=NEW_TOKENS)
         with mode():

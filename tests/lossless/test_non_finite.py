@@ -100,7 +100,7 @@ def assert_same_text(model, lengths, sampled, compile=False, **request):
 @pytest.mark.parametrize("value", quick(BROKEN))
 @pytest.mark.parametrize("lengths", [(9,), (9, 4, 7)], ids=["one row", "a padded batch"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_text_is_plains(name, lengths, value):
+def test_text_is_plain_with_drafts_that_are_not_finite(name, lengths, value):
     model = broken(TARGETS[name](), BROKEN[value])
     for sampled in (False, True):
         stats = assert_same_text(model, lengths, sampled)
@@ -108,13 +108,13 @@ def test_text_is_plains(name, lengths, value):
 
 
 @pytest.mark.parametrize("value", ["NaN", "infinite"])
-def test_the_form_of_stocks_mask(monkeypatch, value):
+def test_stock_attention_gives_plain_text(monkeypatch, value):
     monkeypatch.setenv("HF_SPECULATE_ATTENTION", "stock")
     assert_same_text(broken(build_tiny_model(), BROKEN[value]), (9, 4, 7), sampled=False)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_static_forwards():
+def test_compiled_forwards_give_plain_text():
     stats = assert_same_text(broken(build_tiny_model(max_positions=2048), BROKEN["NaN"]), (9,), False, compile="eager")
     assert not [reason for reason in stats.fallbacks if "not finite" not in reason], "nothing was to run uncompiled"
 
@@ -138,7 +138,7 @@ def test_a_row_of_the_output_matrix_that_is_not_finite_is_no_sign_of_it():
 
 
 @pytest.mark.parametrize("speculative", [False, True], ids=["plain", "speculative"])
-def test_the_next_turn_does_not_meet_what_was_rejected(speculative):
+def test_next_turn_sees_no_rejected_entries(speculative):
     """Behind the end of a shorter row lay nodes of its last drafts; the next turn masks them, and 0 x NaN is NaN."""
     model, inputs = broken(build_tiny_model(), BROKEN["NaN"]), padded_batch(random_prompt, (9, 4, 7, 9))
     turns = []
@@ -162,7 +162,7 @@ def RightDrafter(model):
     return Speculator(DraftModelDrafter(model, DraftModelOptions(depth=3)), adaptive=False)
 
 
-def test_a_draft_model_with_a_broken_row():
+def test_draft_model_with_a_broken_row_gives_plain_text():
     """It drafts what it can, and is wrong only in speed."""
     draft_model = broken(build_tiny_model(seed=1), float("nan"))
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_a_draft_model_with_a_broken_row():
 @pytest.mark.rest
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
-def test_packed_targets(tmp_path, backend):
+def test_packed_targets_give_plain_text(tmp_path, backend):
     """The hook lets modules compute: in a file, values are finite."""
     shape = FileShape("llama", VOCAB_SIZE, 256, 512, 2, 4, 2, 512, False, 1.0, None)
     write_random_file(tmp_path / "model.gguf", shape, one_type("Q8_0"))

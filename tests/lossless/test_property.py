@@ -490,10 +490,10 @@ def cases_are_fixed(monkeypatch):
 # Parts that are not one-sided.
 @pytest.mark.parametrize("part", quick((11, 10, 7, 13)))
 @pytest.mark.usefixtures("cases_are_fixed")
-def test_fifty_requests(tiny_model, prompt, part):
+def test_fifty_random_requests_equal_plain(tiny_model, prompt, part):
     assert run(50, tiny_model, prompt, part)["cases"] >= 50
 
 
 @pytest.mark.slow
-def test_two_thousand_requests(tiny_model, prompt):
+def test_two_thousand_random_requests_equal_plain(tiny_model, prompt):
     assert run(2000, tiny_model, prompt)["cases"] >= 2000

@@ -178,7 +178,7 @@ class TestDistribution:
 
     @pytest.mark.parametrize("temperature", quick([1.0, 0.1]))
     @pytest.mark.parametrize("drafter", ["target", "stranger", "disjoint"])
-    def test_the_law_is_the_targets(self, tiny_model, drafter, temperature):
+    def test_sampled_texts_follow_the_targets_distribution(self, tiny_model, drafter, temperature):
         model = tiny_model(vocab_size=self.VOCAB)
         prompt = torch.tensor([[3, 5, 4]])
         law = self.exact_law(model, prompt, temperature)
@@ -192,7 +192,7 @@ class TestDistribution:
             made = DraftModelDrafter(draft, DraftModelOptions(depth=2, top_k=1 if drafter == "target" else 2))
         self.assert_same_law(law, self.observed(model, prompt, temperature, Speculator(made)))
 
-    def test_the_test_notices_a_wrong_law(self, tiny_model):
+    def test_assert_same_law_notices_a_wrong_distribution(self, tiny_model):
         model = tiny_model(vocab_size=self.VOCAB)
         prompt = torch.tensor([[3, 5, 4]])
         counts = self.observed(model, prompt, 1.0, None)

@@ -49,7 +49,7 @@ def chats(tokenizer, limit=None):
     return [ids for _, ids in tokenize(builtin_prompts(limit, chat=True), tokenizer, use_chat_template=True)]
 
 
-def test_what_the_file_says_of_chats(exact):
+def test_tokenizer_has_the_files_chat_template_and_ends(exact):
     model, tokenizer = exact
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], tokenize=False
@@ -61,7 +61,7 @@ def test_what_the_file_says_of_chats(exact):
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_the_bundled_head_for_other_engines(file, tmp_path):
+def test_bundled_head_converts_with_the_targets_rows(file, tmp_path):
     """Its file leaves out the target's rows, which a conversion takes from the GGUF file."""
     head = bundled("smollm2-eagle3")
     if head is None:
@@ -128,7 +128,7 @@ def test_differences_in_16_bit_are_ties(file):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("request_", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_two_hundred_real_prompts(exact, shared_root, request_):
+def test_two_hundred_prompts_give_plain_text(exact, shared_root, request_):
     """fp32: equal texts, no ties, over Spec-Bench (short ones), GSM8K and HumanEval."""
     model, tokenizer = exact
     names = ("prompts/spec_bench.jsonl", "gsm8k/test.jsonl", "prompts/humaneval.jsonl")
@@ -171,7 +171,7 @@ CHANGES = {
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_texts_where_modules_compute(file, shared_root, change, backend, exact):
+def test_packed_targets_differ_by_ties_only_where_modules_compute(file, shared_root, change, backend, exact):
     """bf16: prints the share of equal texts, which docs/quantised-targets.md states. All others are ties."""
     model, tokenizer = load_gguf(file, dtype=torch.bfloat16, backend=backend)
     first = read_prompts(shared_root / "data" / "prompts" / "spec_bench.jsonl", 4)
@@ -190,7 +190,7 @@ def test_texts_where_modules_compute(file, shared_root, change, backend, exact):
 
 
 @pytest.mark.slow
-def test_a_chat_up_to_the_context(exact):
+def test_text_up_to_the_context_is_plain(exact):
     """8192 tokens, the last of them drafted: no more than the context, and the text of plain generate."""
     model, tokenizer = exact
     words = tokenizer("The quick brown fox jumps over the lazy dog, and then it sleeps. " * 700)["input_ids"]

@@ -165,12 +165,12 @@ def run(num_calls: int, tiny_model, prompt) -> None:
     assert torch.equal(torch.get_rng_state(), stock_rng)
 
 
-def test_a_hundred_calls(tiny_model, prompt):
+def test_hundred_calls_leave_nothing_behind(tiny_model, prompt):
     run(100, tiny_model, prompt)
 
 
 @pytest.mark.slow
-def test_two_thousand_calls(tiny_model, prompt):
+def test_two_thousand_calls_leave_nothing_behind(tiny_model, prompt):
     run(2000, tiny_model, prompt)
 
 

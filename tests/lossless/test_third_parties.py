@@ -90,7 +90,7 @@ def drafters(model, script, tiny_model):
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_others_draw_counts_where_stock_counts_it(tiny_model, prompt, name, num_rows):
+def test_random_numbers_drawn_by_others_keep_text_and_rng_plain(tiny_model, prompt, name, num_rows):
     model = tiny_model()
     ids = torch.cat([prompt(WIDTH, seed=row) for row in range(num_rows)])
     if num_rows > 1 and "streamer" in OTHERS[name]():
@@ -104,7 +104,7 @@ def test_what_others_draw_counts_where_stock_counts_it(tiny_model, prompt, name,
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
-def test_tokens_that_a_forward_has_chosen_end_where_others_draw(tiny_model, prompt, monkeypatch):
+def test_tokens_chosen_by_the_forward_are_dropped_after_others_draw(tiny_model, prompt, monkeypatch):
     """As on a GPU: all tokens of a round are chosen at once, with noise that a criterion then makes outdated."""
     model, ids, others = tiny_model(), prompt(WIDTH), OTHERS["a criterion"]
     plain, rng = generate(model, ids, 3, None, do_sample=True, **others())
@@ -115,7 +115,7 @@ def test_tokens_that_a_forward_has_chosen_end_where_others_draw(tiny_model, prom
     assert torch.equal(our_rng, rng)
 
 
-def test_a_round_goes_on_behind_a_streamer_that_draws_nothing(tiny_model, prompt):
+def test_round_continues_after_a_streamer_that_draws_nothing(tiny_model, prompt):
     class Silent(DrawingStreamer):
         def put(self, value):
             self.num_puts += 1
@@ -129,7 +129,7 @@ def test_a_round_goes_on_behind_a_streamer_that_draws_nothing(tiny_model, prompt
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-def test_a_drafter_that_draws_disturbs_nobody(tiny_model, prompt, do_sample):
+def test_drafter_that_draws_keeps_text_and_rng_plain(tiny_model, prompt, do_sample):
     model, ids = tiny_model(), torch.cat([prompt(WIDTH), prompt(WIDTH, seed=1)])
     plain, rng = generate(model, ids, 3, None, do_sample=do_sample)
     drafter = DrawingDrafter(plain[:, WIDTH:], (2, 2), accuracy=0.8, vocab_size=VOCAB_SIZE)

@@ -91,7 +91,7 @@ def test_a_peft_that_is_too_old_for_transformers_is_named(tiny_model, monkeypatc
 
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_prompt_of_embeddings(tiny_model, with_ids, padded):
+def test_prompt_of_embeddings_gives_plain_text(tiny_model, with_ids, padded):
     model, inputs = tiny_model(dtype=torch.float64), INPUTS["left padded" if padded else "batch"]
     given = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]) * 1.1}
     given |= {"attention_mask": inputs["attention_mask"]} | ({"input_ids": inputs["input_ids"]} if with_ids else {})

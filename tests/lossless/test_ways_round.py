@@ -64,7 +64,7 @@ def test_a_drafter_that_drafts_nothing_shows_hooks_what_stock_shows_them(model, 
     assert torch.equal(ours, plain)
 
 
-def test_steering_behind_the_prompt(model, prompt):
+def test_steering_hook_can_tell_decoding_from_the_prompt(model, prompt):
     steering = WhileDecoding()
     model.model.layers[0].register_forward_hook(steering)
     model.model.register_forward_pre_hook(steering.look, with_kwargs=True)
@@ -74,7 +74,7 @@ def test_steering_behind_the_prompt(model, prompt):
 
 
 @pytest.mark.parametrize("keep", ["copy", "clones"])
-def test_a_branch_of_a_conversation_that_is_copied(model, prompt, keep):
+def test_copied_cache_continues_its_own_branch(model, prompt, keep):
     (text,) = texts(model, prompt(WIDTH), None)
     goes_on = []
     for speculator in (None, scripted(text)):

@@ -59,7 +59,7 @@ def check(target: Path, head: Path, kind: str, depth: int, prompts, max_new_toke
         ("pycoder-dspark", "draft-dspark", 7, "f32"),
     ],
 )
-def test_heads_of_pycoder(name, kind, depth, out_type, tmp_path):
+def test_llamacpp_accepts_drafts_of_pycoder_heads(name, kind, depth, out_type, tmp_path):
     folder = EXAMPLES / "pycoder"
     tokenizer, target = AutoTokenizer.from_pretrained(folder), tmp_path / "target.gguf"
     write_target(target, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokenizer)
@@ -69,7 +69,7 @@ def test_heads_of_pycoder(name, kind, depth, out_type, tmp_path):
 
 
 @pytest.mark.skipif(SMOLLM2.find() is None, reason=f"SmolLM2 is not on this machine: {SMOLLM2.install}")
-def test_a_head_with_a_draft_vocabulary(tmp_path):
+def test_llamacpp_accepts_drafts_of_a_head_with_a_draft_vocabulary(tmp_path):
     """smollm2-eagle3 has no matrix of its own: its file gets the target's rows."""
     target = Path(str(SMOLLM2.find()))
     convert_checkpoint(EXAMPLES / "smollm2-eagle3", tmp_path / "head", "llama.cpp", target)

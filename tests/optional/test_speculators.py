@@ -79,14 +79,14 @@ def save_head(folder, target_folder, **changes) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_that_we_save(target, tmp_path, name):
+def test_speculators_computes_the_logits_of_saved_heads(target, tmp_path, name):
     folder, model = target
     torch.manual_seed(1)
     save_head(tmp_path / "head", folder, **HEADS[name])
     assert_peer_agrees(tmp_path / "head", model, tmp_path)
 
 
-def test_a_head_that_we_convert(target, tmp_path):
+def test_speculators_computes_the_logits_of_a_converted_head(target, tmp_path):
     """SpecForge's layout without embeddings, with default layers: the conversion adds the target's tensors."""
     folder, model = target
     torch.manual_seed(1)
@@ -118,7 +118,7 @@ _ELSEWHERE = {
 }
 
 
-def test_defaults_of_its_configs():
+def test_defaults_equal_those_of_speculators_configs():
     """What absent keys mean to the classes that write the files; a key that a release adds must be looked at here."""
     run = subprocess.run([str(PYTHON), "-c", _FIELDS], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -128,11 +128,15 @@ class TestTests:
         "statement",
         ["from .test_a import b", "from ..room.test_a import b", "from . import test_a", "import tests.room.test_a"],
     )
-    def test_this_check_can_fail(self, statement):
+    def test_imported_test_modules_finds_every_form_of_import(self, statement):
         assert list(imported_test_modules(statement))
 
+    def test_readme_names_every_file_of_support(self):
+        named = re.findall(r"^\| `(\w+\.py)`", (TESTS / "README.md").read_text(), re.MULTILINE)
+        assert named == sorted(path.name for path in (TESTS / "support").glob("*.py"))
+
     @pytest.mark.parametrize("pattern", [*REST, *QUICK])
-    def test_what_has_a_tier_is_there(self, pattern):
+    def test_tier_patterns_match_files(self, pattern):
         assert any(fnmatchcase(path.relative_to(TESTS).as_posix(), pattern) for path in TESTS.rglob("test_*.py"))
 
 

@@ -52,7 +52,7 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.rest  # a process of its own
-def test_it_is_found_and_conforms_where_it_is_installed(site):
+def test_installed_drafter_is_found_and_conforms(site):
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", USE_IT], env=environment, cwd="/", capture_output=True, text=True, timeout=120
@@ -61,7 +61,7 @@ def test_it_is_found_and_conforms_where_it_is_installed(site):
     assert result.stdout.strip() == "conforming"
 
 
-def test_it_comes_and_goes_with_its_metadata(site):
+def test_installed_drafters_follow_the_metadata(site):
     assert_comes_and_goes(site, installed_drafters, "bigram", "my-drafter")
 
 

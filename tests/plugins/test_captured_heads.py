@@ -199,7 +199,7 @@ def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
 @pytest.mark.parametrize(
     ("outputs", "backend", "is_compiled"), [(None, "inductor", 0), (0, "inductor", 1), (None, "eager", 1)]
 )
-def test_what_inductor_would_slow_down_is_left_as_it_is(prompt, outputs, backend, is_compiled):
+def test_heads_that_inductor_would_slow_down_are_not_compiled(prompt, outputs, backend, is_compiled):
     fallbacks = Counter()
     request = DraftRequest(target=target(), input_ids=prompt(4), graph_runner=GraphRunner(backend, fallbacks))
     session = medusa(outputs).start(request)

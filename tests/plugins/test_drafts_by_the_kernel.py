@@ -53,7 +53,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)]), ids=["1 row", "3 rows left padded"])
 @pytest.mark.parametrize("layout", quick(["safeailab", "eagle1"], "safeailab"))
-def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
+def test_eagle_drafts_by_the_tree_kernel_are_plain(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
     monkeypatch.setattr(captured, "kernel_fits", lambda *_: True)
 
     def run(compile):
@@ -72,7 +72,7 @@ def test_eagle(replays, calls, monkeypatch, prompt, tmp_path, layout, lengths):
 
 
 @pytest.mark.parametrize("family", quick(["glm4_moe", "deepseek_v3"]))
-def test_mtp(replays, calls, monkeypatch, prompt, tmp_path, family):
+def test_mtp_drafts_by_the_tree_kernel_are_plain(replays, calls, monkeypatch, prompt, tmp_path, family):
     """Latent attention has keys and values of different sizes, which the kernel does not take."""
     monkeypatch.setattr(captured, "kernel_fits", lambda *_: True)
     folder = write_target(tmp_path / family, family)
@@ -95,7 +95,7 @@ def test_mtp(replays, calls, monkeypatch, prompt, tmp_path, family):
     [((9, 4, 13), {"depth": 2}), ((12,), {"depth": 2, "top_k": 3, "max_nodes": 6})],
     ids=["chains, 3 rows left padded", "trees, 1 row"],
 )
-def test_draft_model(replays, monkeypatch, prompt, options, lengths):
+def test_draft_model_drafts_by_the_tree_kernel_are_plain(replays, monkeypatch, prompt, options, lengths):
     monkeypatch.setattr(attention, "kernel_fits", lambda *_: True)
 
     def run(compile):

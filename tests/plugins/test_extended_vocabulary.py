@@ -127,7 +127,7 @@ def test_embeddings_that_are_the_targets_have_its_new_rows(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["safeailab", "speculators", "own block", "medusa"])
-def test_a_target_that_is_extended_later(tmp_path, prompt, name):
+def test_target_extended_after_loading_gives_plain_text(tmp_path, prompt, name):
     model = copy.deepcopy(target())
     speculator = Speculator(DRAFTERS[name](model, tmp_path / "head"))
     model.resize_token_embeddings(VOCAB + 5, mean_resizing=False)
@@ -136,7 +136,7 @@ def test_a_target_that_is_extended_later(tmp_path, prompt, name):
     assert speculator.stats.rounds > 2
 
 
-def test_a_head_that_was_loaded_for_the_target_without_them(tmp_path):
+def test_check_target_refuses_a_head_loaded_before_the_extension(tmp_path):
     drafter = _eagle("safeailab")(target(), tmp_path / "head")
     with pytest.raises(TargetMismatchError, match=r"loaded for a target of 96 tokens; this one has 101. Load it again"):
         drafter.check_target(extended_target())
@@ -150,7 +150,7 @@ def test_other_tokenizers_are_refused(tmp_path, name, num_tokens):
         DRAFTERS[name](extended_target(num_tokens), tmp_path).check_target(extended_target(num_tokens))
 
 
-def test_what_was_added_is_said_once(tmp_path, caplog, monkeypatch):
+def test_added_tokens_are_logged_once(tmp_path, caplog, monkeypatch):
     for name in ("transformers", "hf_speculate"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     _eagle("safeailab")(extended_target(128), tmp_path / "padded")  # to a multiple of 64
@@ -174,7 +174,7 @@ def test_saved_heads_are_those_of_the_vocabulary_that_they_know(tmp_path, name):
     assert all(map(torch.equal, expected.state_dict().values(), again.head.state_dict().values()))
 
 
-def test_saved_medusa_heads(tmp_path):
+def test_save_pretrained_of_medusa_heads_keeps_their_vocabulary(tmp_path):
     folder = write_medusa_heads(tmp_path / "head")
     MedusaDrafter.from_folder(str(folder), extended_target()).save_pretrained(tmp_path / "saved", "vllm")
     assert MedusaDrafter.from_folder(str(tmp_path / "saved"), target()).heads.vocab_size == VOCAB

@@ -97,7 +97,7 @@ def test_taps_show_finite_states(target, prompt):
     assert taps.at(output.hidden_states, [[0, 1]], [0])[0][0, 0, :4].tolist() == [top, -top, 0.0, 1.0]
 
 
-def test_other_dtypes_and_training_see_what_there_is():
+def test_finite_changes_only_float16_without_gradients():
     states = torch.tensor([float("inf"), 1.0])
     assert finite(states) is states
     assert finite(states.bfloat16()).isinf().any()

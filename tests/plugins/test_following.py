@@ -135,13 +135,13 @@ def test_a_copy_keeps_frequencies_and_the_targets_own_modules(made):
 
 
 class TestProblems:
-    def test_a_head_that_uses_modules_of_another_model(self, made, prompt):
+    def test_head_using_modules_of_another_model_is_refused(self, made, prompt):
         model, speculator_of = made("eagle1")
         speculator, other = speculator_of(), copy.deepcopy(model).to(torch.float64)
         with pytest.raises(TargetMismatchError, match=r"the target is now in torch.float64 on cpu, and it uses"):
             other.generate(prompt(5), **PLAIN, speculator=speculator)
 
-    def test_a_head_whose_matrices_are_packed(self, made, prompt):
+    def test_head_with_packed_matrices_cannot_change_its_dtype(self, made, prompt):
         model, speculator_of = made("safeailab")
         speculator = speculator_of()
         assert isinstance(speculator.drafter, EagleDrafter)

@@ -125,11 +125,11 @@ def make_exact(head):
     ],
     ids=str,
 )
-def test_heads_that_the_kernel_does_not_compute(changes):
+def test_native_forward_is_absent_for_unsupported_heads(changes):
     assert NativeForward.of(make_head(**changes)) is None
 
 
-def test_float16_and_no_kernel(monkeypatch):
+def test_native_forward_is_absent_in_float16_and_without_a_kernel(monkeypatch):
     assert NativeForward.of(make_head(torch.float16)) is None
     monkeypatch.setattr("hf_speculate_plugins.eagle.native.has_kernel", lambda: False)
     assert NativeForward.of(make_head()) is None
@@ -157,7 +157,7 @@ def test_layers_that_see_different_entries_are_modules(calls):
     assert calls == [0]
 
 
-def test_copies_and_weights_that_change(calls):
+def test_native_forward_of_a_copy_has_its_own_weights(calls):
     head = make_head()
     forward = NativeForward.of(head)
     before = states_and_entries(head, forward)

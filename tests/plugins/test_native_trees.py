@@ -171,7 +171,7 @@ def test_a_draft_reads_the_entries_before_it(changes, calls):
     [TreeSize(1, 4, 20), TreeSize(6, 1, 6), TreeSize(3, 10, 500), TreeSize(4, 30, 7), TreeSize(2, 96, 64)],
     ids=str,
 )
-def test_sizes(size, calls):
+def test_native_trees_equal_modules_at_every_size(size, calls):
     tree = Bench(make_head()).check(calls, size)
     assert tree.token_ids.shape[1] <= size.max_nodes + 1
 
@@ -179,11 +179,11 @@ def test_sizes(size, calls):
 @pytest.mark.parametrize(
     "spec", [{"norm_logits": True, "feed_back_normed": True}, {"feed_back_normed": False}], ids=str
 )
-def test_states_that_are_fed_back(spec, calls):
+def test_native_trees_equal_modules_for_every_fed_back_state(spec, calls):
     Bench(make_head(**spec)).check(calls, do_sample=True)
 
 
-def test_a_smaller_draft_vocabulary(calls):
+def test_native_trees_equal_modules_with_a_draft_vocabulary(calls):
     head = make_head(draft_vocab_size=50)
     tree = Bench(head, target_ids=torch.arange(50) * 2 - torch.arange(50) // 10).check(calls, do_sample=True)
     assert tree.token_ids.max() > 50
@@ -191,7 +191,7 @@ def test_a_smaller_draft_vocabulary(calls):
 
 @pytest.mark.parametrize("spec", ["EAGLE-3", "EAGLE-1"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_an_output_matrix_with_rows_for_added_tokens(spec, do_sample, calls):
+def test_native_trees_ignore_output_rows_of_added_tokens(spec, do_sample, calls):
     head = make_head(**SPECS[spec])
     plain = Bench(head).check(calls, do_sample=do_sample)
     head.shared["lm_head"] = torch.nn.Linear(64, 101, bias=False).requires_grad_(False)
@@ -225,7 +225,7 @@ def test_nothing_stays_in_the_cache(calls):
     assert all(map(torch.equal, after, before))
 
 
-def test_bfloat16(calls):
+def test_native_trees_are_near_modules_in_bfloat16(calls):
     """Nothing to compare: near ties fall otherwise. Best nodes of the modules are near the best."""
     tree, expected = Bench(make_head(torch.bfloat16)).trees()
     assert calls
@@ -284,7 +284,7 @@ class TestPrompts:
         torch.testing.assert_close(found, expected[0], rtol=1e-3, atol=1e-3)
 
     @pytest.mark.parametrize(("count", "padded", "answers"), [(9, True, []), (200, False, [False])])
-    def test_others_by_the_modules(self, count, padded, answers):
+    def test_other_prompts_are_read_by_the_modules(self, count, padded, answers):
         head = make_head()
         found, _, given = self.read(head, count, NativeForward.of(head), padded)
         assert given == answers
@@ -297,8 +297,8 @@ class TestPending:
     @pytest.mark.parametrize(("batch_size", "count"), [(1, 1), (3, 4)])
     @pytest.mark.parametrize("is_quick", [False, True], ids=["", "quick"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_what_is_pending_is_read_first(self, batch_size, count, is_quick, dtype, calls, monkeypatch):
-        """And the target's states are projected there, where that is done in 8 bits."""
+    def test_pending_tokens_are_read_before_the_draft(self, batch_size, count, is_quick, dtype, calls, monkeypatch):
+        """The target's states are projected there, too, where that is done in 8 bits."""
         fused, fuse = [], EagleHead.fuse
 
         def make():

@@ -66,14 +66,14 @@ def test_heads_draft_as_for_the_plain_target(tmp_path, wrapped, name):
     assert rounds[0] == rounds[1]
 
 
-def test_the_layers_that_are_found(wrapped):
+def test_output_and_embedding_layers_are_found_in_wrappers(wrapped):
     assert type(output_layer(wrapped)) is nn.Linear
     assert type(embedding_layer(wrapped)) is nn.Embedding
     assert LoadedTarget(wrapped, "target").output_embeddings() is output_layer(wrapped)
     assert output_layer(target()) is target().lm_head
 
 
-def test_a_decoder_without_its_output_layer(tmp_path):
+def test_from_pretrained_refuses_a_decoder_without_output_layer(tmp_path):
     with pytest.raises(TargetMismatchError, match=r"LlamaModel has no output layer.*Give the whole model"):
         AutoSpeculator.from_pretrained(write_head(tmp_path / "head"), target=target().model)
 

@@ -56,7 +56,7 @@ def test_without_values_ranks_are_calibrated():
     assert found[3] == pytest.approx(found[1] ** 2)
 
 
-def test_levels_are_worth_what_their_nodes_are_without_their_price():
+def test_levels_are_worth_the_acceptance_of_their_nodes():
     acceptance = Acceptance(Calibration())
     for _ in range(300):
         acceptance.fade()
@@ -69,7 +69,7 @@ def test_levels_are_worth_what_their_nodes_are_without_their_price():
 
 
 class TestDeepening:
-    def test_a_level_pays_while_what_it_hangs_on_is_likely(self):
+    def test_while_paying_stops_at_unlikely_parents(self):
         asked = WhilePaying(Acceptance(Calibration()), [0], price=0.4)
         assert not asked.is_asked
         assert asked(torch.tensor([[math.log(0.9), math.log(0.05)]]))

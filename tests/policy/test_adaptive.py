@@ -68,7 +68,7 @@ def test_padded_forwards_are_tried_soon_and_keep_the_bound(level):
     assert bad.seconds <= 1.02 * bad.tokens
 
 
-def test_rows_are_judged_together():
+def test_adaptive_judges_the_rows_of_a_batch_together():
     """One row drafts well and one badly: what pays is the sum."""
     policy = new_session(batch_size=2)
     good, bad = TreeRow([5, 1, 2], [-1, 0, 1], [0.0, -0.05, -0.1]), TreeRow([5, 3, 4], [-1, 0, 1], [0.0, -3.0, -6.0])
@@ -87,7 +87,7 @@ def test_rows_are_judged_together():
     assert policy.cut(both).num_nodes == 1
 
 
-def test_of_a_row_its_best_nodes_are_scored():
+def test_cut_keeps_the_best_nodes_of_a_row():
     """A static tree comes in the order of its levels; what its values say counts."""
     policy = new_session()
     for seconds in (1.0, 1.0, 1.0):
@@ -186,7 +186,7 @@ def test_rounds_that_compiled_teach_nothing():
     assert policy._costs.rounds.knows(1)
 
 
-def test_what_is_accepted_while_something_is_recorded_counts():
+def test_rounds_of_a_warm_up_teach_acceptance():
     policy = new_session()
     for _ in range(4):
         policy.learn(round_of(ROOT, [[]], 1.0))

@@ -19,23 +19,23 @@ def timings_of(slope, *observed, repeats=3):
 
 
 class TestTimings:
-    def test_between_observations_it_is_nearly_linear(self):
+    def test_timings_are_nearly_linear_between_observations(self):
         timings = timings_of(0.02, (1, 1.0), (7, 2.0), (13, 2.6))
         assert timings.at(4) == pytest.approx(1.5, rel=0.05)
         assert timings.at(10) == pytest.approx(2.3, rel=0.05)
         assert timings.at(40) > timings.at(17)
 
-    def test_more_never_takes_less(self):
+    def test_timings_never_fall_with_size(self):
         timings = timings_of(0.0, (1, 1.0), (6, 3.0), (12, 2.0))
         assert timings.at(6) == timings.at(12) == pytest.approx(2.5)
 
-    def test_a_warm_up_is_forgotten_and_a_stray_value_moves_little(self):
+    def test_timings_forget_a_warm_up_and_resist_outliers(self):
         timings = timings_of(0.02)
         for seconds in (50.0, 1.0, 1.0, 1.0, 1000.0):
             timings.record(1, seconds)
         assert timings.at(1) < 1.05
 
-    def test_what_is_slow_at_first_is_tried_again(self):
+    def test_timings_retry_sizes_that_were_slow_at_first(self):
         """Libraries prepare a kernel for every new size: four times what it takes later."""
         timings = timings_of(0.02, (1, 1.0))
         for size in (5, 6, 7, 8):
@@ -47,7 +47,7 @@ class TestTimings:
         assert timings.at(8) < 1.3
         assert timings.is_established(8)
 
-    def test_what_slows_one_size_slows_all(self):
+    def test_timings_of_all_sizes_follow_a_slowdown(self):
         timings = timings_of(0.02)
         for _ in range(8):
             timings.record(1, 1.0)

@@ -70,7 +70,7 @@ def test_a_drafter_that_finds_nothing_pays_for_being_asked(seconds, num_tokens):
     assert num_asked > (num_tokens - 3 if seconds <= 0.01 else 0)  # what the share pays for goes on
 
 
-def test_of_what_one_call_won_the_next_one_loses_a_part():
+def test_later_call_loses_only_a_part_of_earlier_gains():
     run = simulation(0.02, 0.1, 0.9, False).run(200)
     won = run.tokens - run.seconds
     assert run.policy.known.balance > LOSS_CARRIED
@@ -82,7 +82,7 @@ def test_of_what_one_call_won_the_next_one_loses_a_part():
     assert lost < won / 4
 
 
-def test_a_draft_behind_a_pause_is_charged_what_it_takes():
+def test_first_draft_after_a_pause_is_charged_its_time():
     """A head reads then what it has missed; what drafts take otherwise is not learnt from it."""
     policy, chain = new_session(), DraftTree.from_rows([TreeRow([5, 6], [-1, 0], [0.0, -0.1])])
     for _ in range(8):

@@ -24,7 +24,7 @@ def scripted(model, ids, branching=(3, 2, 1), accuracy=0.8):
 
 class TestRounds:
     @pytest.mark.parametrize("request_", [REQUEST, SAMPLED], ids=["greedy", "sampled"])
-    def test_their_tokens_are_the_text_and_their_statistics_those_of_the_call(self, tiny_model, prompt, request_):
+    def test_rounds_yield_the_text_and_the_statistics_of_the_call(self, tiny_model, prompt, request_):
         model, ids = tiny_model(), torch.cat([prompt(9), prompt(9, seed=1)])
         torch.manual_seed(3)
         expected = model.generate(ids, **request_)
@@ -74,7 +74,7 @@ class TestPolicies:
             assert [round.num_nodes for round in rounds[:3]] == [1, 0, 3]
             assert not any(round.num_nodes for round in rounds[3:])
 
-    def test_one_of_ones_own_is_asked_told_and_closed(self, tiny_model, prompt):
+    def test_custom_policy_is_started_called_and_closed(self, tiny_model, prompt):
         calls = []
 
         class Own(DraftPolicy, PolicySession):
@@ -141,7 +141,7 @@ class TestPolicies:
         with pytest.raises(error, match=message):
             Speculator(ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE), **options)
 
-    def test_adaptive_is_what_nobody_has_to_ask_for(self, monkeypatch):
+    def test_adaptive_policy_is_the_default(self, monkeypatch):
         drafter = ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE)
         for value, kind in (("1", Adaptive), ("0", Fixed)):
             monkeypatch.setenv("HF_SPECULATE_ADAPTIVE", value)

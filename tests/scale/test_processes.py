@@ -183,7 +183,7 @@ def test_several_batches_a_step_are_one_batch(recipe, tmp_path, processes, accum
     assert_equal_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_mixed_precision(recipe, tmp_path):
+def test_losses_in_bf16_are_near_those_of_one_process(recipe, tmp_path):
     """Sums of 16-bit products in another order: the losses are near, and the head learns."""
     train_head(read_recipe(recipe("one", training={"bf16": True})))
     launched(recipe("two", processes=2, training={"bf16": True}))
@@ -201,7 +201,7 @@ def forget(folder, step):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_resumed_by_another_number_of_processes(recipe, tmp_path, before, after):
+def test_resume_with_another_number_of_processes_gives_the_same_run(recipe, tmp_path, before, after):
     whole, parts = recipe("whole"), recipe("parts")
     rows = {count: f"training.per_device_train_batch_size={ROWS // count}" for count in (1, 2)}
     train_head(read_recipe(whole))
@@ -223,8 +223,8 @@ def test_resuming_with_other_rows_a_step_is_refused(recipe, tmp_path):
     assert (tmp_path / "one" / "provenance.json").read_bytes() == before
 
 
-def test_one_of_two_is_killed(recipe, tmp_path):
-    """The other one ends too, and the run goes on from its last checkpoint."""
+def test_killed_process_ends_the_run_which_resumes(recipe, tmp_path):
+    """The other process ends too, and the run goes on from its last checkpoint."""
     path = recipe("killed", processes=2, training={"max_steps": 400, "save_steps": 10})
     process = launch(["train", "--config", str(path)])
     wait_for(lambda: last_checkpoint(tmp_path / "killed"), process)
@@ -249,7 +249,7 @@ def wait_for(condition, process, seconds=120.0):
         time.sleep(0.05)
 
 
-def test_what_is_said_is_said_once(recipe, tmp_path):
+def test_messages_are_printed_by_one_process_only(recipe, tmp_path):
     printed = launched(recipe("two", processes=2, training={"max_steps": 2, "eval_steps": 2, "disable_tqdm": False}))
     for said in ("training data ", " holds the head: ", "'train_loss'"):
         lines = [line for line in printed.splitlines() if said in line]
@@ -343,7 +343,7 @@ class TestShardedTarget:
             ({"target": {"shard": True}}, "there is one. Possible: accelerate launch"),
         ],
     )
-    def test_refusals(self, recipe, tmp_path, sections, said):
+    def test_shard_refuses_settings_that_exclude_it(self, recipe, tmp_path, sections, said):
         with pytest.raises(SpeculateError, match=said):
             train_head(read_recipe(recipe("one", **sections)))
         assert not (tmp_path / "one").exists()

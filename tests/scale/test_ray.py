@@ -92,7 +92,7 @@ def test_text_of_two_actors_is_that_of_one_process(folder, of_one_process, tmp_p
     assert lines_of(tmp_path / "out.jsonl") == of_one_process
 
 
-def test_one_goes_on_with_what_the_other_began(folder, of_one_process, tmp_path):
+def test_ray_engine_resumes_a_local_run(folder, of_one_process, tmp_path):
     output = tmp_path / "out.jsonl"
     lines = (folder / "local.jsonl").read_text().splitlines(keepends=True)
     output.write_text("".join(lines[: RECORDS // 2]))
@@ -104,7 +104,7 @@ def test_one_goes_on_with_what_the_other_began(folder, of_one_process, tmp_path)
 
 
 @pytest.mark.parametrize("who", ["an actor", "the driver"])
-def test_killed_in_the_middle(folder, of_one_process, tmp_path, who):
+def test_ray_run_survives_the_kill_of_an_actor_or_driver(folder, of_one_process, tmp_path, who):
     output = tmp_path / "out.jsonl"
     process = begun(folder, output, "--retries", "1")
     wait_for(lambda: output.exists() and output.stat().st_size, process)
@@ -130,7 +130,7 @@ def wait_for(condition, process, seconds=120.0):
         time.sleep(0.05)
 
 
-def test_a_full_disk(folder, of_one_process, tmp_path):
+def test_ray_run_resumes_after_a_full_disk(folder, of_one_process, tmp_path):
     """What was written stays, and the same command goes on."""
     section = TargetSection(path=str(folder / "target"), dtype="float32")
     tokenizer, config = load_tokenizer(section), load_config(section)
@@ -161,7 +161,7 @@ def test_a_full_disk(folder, of_one_process, tmp_path):
     assert lines_of(output) == of_one_process
 
 
-def test_what_actors_cannot_have_is_said_in_one_line(folder, tmp_path):
+def test_ray_errors_of_actors_end_in_one_line(folder, tmp_path):
     process = begun(folder, tmp_path / "out.jsonl", "--speculator", "no-such-drafter")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -73,7 +73,7 @@ def regenerate(folder, output, data, *options):
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_text_of_the_target_itself(server, tmp_path, chat):
+def test_server_answers_equal_the_targets(server, tmp_path, chat):
     """Greedily. This server returns no tokens: lines say so."""
     folder, url = server
     data = tmp_path / "data.jsonl"

@@ -87,8 +87,8 @@ def test_every_node_gets_the_samplers_token(name, samples):
                 request.emit(row, 12 if round == 2 else request.random.randint(0, 3))
 
 
-def test_other_buffers_are_filled_from_the_beginning():
-    """As where the cache has grown."""
+def test_choice_fills_new_buffers_from_the_beginning():
+    """So it is after the cache has grown."""
     request = Request(PROCESSORS["penalty"], False, 1)
     for _ in range(2):
         tree, logits = request.tree(), torch.randn(2, 1, V)
@@ -118,7 +118,7 @@ def test_scores_that_are_nan_are_marked():
         ([lambda ids, scores: scores], "unknown logits processors"),
     ],
 )
-def test_the_reason_why_the_host_chooses(processors, reason):
+def test_reason_for_host_names_unsupported_processors(processors, reason):
     assert reason_for_host(Sampler(LogitsProcessorList(processors), None, Records())) == reason
 
 

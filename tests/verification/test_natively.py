@@ -66,7 +66,7 @@ def kernel(needs_kernel):
     return native.library()
 
 
-def test_what_does_the_same_is_used():
+def test_stand_in_uses_functions_that_agree_with_torch():
     kernel = ByTorch()
     assert natively.stand_in(kernel) == (True, True, True)
     assert natively._draw == [kernel.draw_exponential]
@@ -84,7 +84,7 @@ def test_what_does_the_same_is_used():
     [(AnotherValue(), 0), (AnotherState(), 0), (LastOfTies(), 1), (NoNaN(), 1), (SmallerOnesToo(), 2)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_does_otherwise_is_not(kernel, wrong):
+def test_stand_in_rejects_functions_that_differ_from_torch(kernel, wrong):
     wanted = tuple(place != wrong for place in range(3))
     assert natively.stand_in(kernel) == wanted
     assert tuple(map(bool, (natively._draw, natively._argmax, natively._probable))) == wanted
@@ -131,7 +131,7 @@ def test_the_kernel_chooses_what_torch_does(count, dtype, kernel):
 
 @pytest.mark.parametrize("shape", [(1, 9), (2, 9), (1, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_whatever_the_scores_are(shape, dtype, kernel):
+def test_argmax_takes_any_dtype_and_layout(shape, dtype, kernel):
     assert natively.stand_in(kernel) == (True, True, True), "not used here"
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     for each in (scores, scores.expand(2, -1)[::2], scores.repeat_interleave(2, dim=1)[:, ::2]):
@@ -145,7 +145,7 @@ def test_whatever_the_scores_are(shape, dtype, kernel):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [1, 33, 64, 4099])
 @pytest.mark.parametrize("with_kernel", [False, True], ids=["torch", "kernel"])
-def test_the_most_probable_tokens(with_kernel, width, dtype, kernel):
+def test_most_probable_equals_topk(with_kernel, width, dtype, kernel):
     if with_kernel:
         natively.stand_in(kernel)
     generator = torch.Generator().manual_seed(width)
@@ -162,7 +162,7 @@ def test_the_most_probable_tokens(with_kernel, width, dtype, kernel):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("with_kernel", [False, True], ids=["torch", "kernel"])
-def test_nothing_is_probable_where_scores_are_not_finite(with_kernel, value, kernel):
+def test_most_probable_gives_nothing_where_scores_are_not_finite(with_kernel, value, kernel):
     if with_kernel:
         natively.stand_in(kernel)
     scores = torch.zeros(1, 2, 200)

@@ -38,7 +38,7 @@ def assert_same(scores: torch.Tensor, limit: float) -> None:
 
 @pytest.mark.parametrize("limit", [0.0, 0.1, 0.5, 0.8, 0.95, 0.9999, 1.0])
 @pytest.mark.parametrize("spread", [0.3, 2.0, 4.0, 9.0])
-def test_it_leaves_what_sorting_leaves(limit, spread):
+def test_top_p_equals_transformers_sorting(limit, spread):
     assert_same(peaked(24, spread), limit)
 
 
@@ -63,7 +63,7 @@ def test_a_decision_within_rounding_is_left_to_transformers(sorted_rows):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_scores_that_are_not_finite(value):
+def test_top_p_equals_transformers_for_scores_that_are_not_finite(value):
     scores = peaked(3, 4.0)
     scores[1, 7] = value
     scores[2] = value

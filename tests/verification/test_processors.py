@@ -119,7 +119,7 @@ CASES = [(name, do_sample) for name in NAMED for do_sample in (False, True) if d
 
 @pytest.mark.parametrize("lengths", quick([LENGTHS[:1], LENGTHS], LENGTHS), ids=["one", "batch"])
 @pytest.mark.parametrize(("name", "do_sample"), CASES, ids=[f"{n}-{'sample' if s else 'greedy'}" for n, s in CASES])
-def test_equal_to_plain(tiny_model, prompt, name, lengths, do_sample):
+def test_processors_give_plain_text(tiny_model, prompt, name, lengths, do_sample):
     if name == "ForcedBOSTokenLogitsProcessor":
         lengths = [1] * len(lengths)  # it forces the second token of the text
     model, inputs = tiny_model("qwen2"), padded_batch(prompt, lengths)
@@ -138,7 +138,7 @@ OF_PROMPTS = ("PrefixConstrained", "EncoderNoRepeatNGram", "EncoderRepetitionPen
 
 
 @pytest.mark.parametrize("name", [f"{name}LogitsProcessor" for name in OF_PROMPTS])
-def test_several_texts_of_each_prompt(tiny_model, prompt, name):
+def test_processors_give_plain_text_for_several_texts_of_a_prompt(tiny_model, prompt, name):
     """Some processors count rows by prompt."""
     inputs = padded_batch(prompt, LENGTHS[:2])
     request = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "num_return_sequences": 3, **NAMED[name]}
@@ -146,7 +146,7 @@ def test_several_texts_of_each_prompt(tiny_model, prompt, name):
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-def test_all_at_once_in_a_batch_that_ends_raggedly(tiny_model, prompt, do_sample):
+def test_many_processors_together_give_plain_text(tiny_model, prompt, do_sample):
     model, inputs = tiny_model(), padded_batch(prompt, LENGTHS)
     request = {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample, "eos_token_id": SOME_EOS}
     for name in (
@@ -192,7 +192,7 @@ class WritesInPlace(LogitsProcessor):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one", "batch"])
 @pytest.mark.parametrize("kind", [DrawsFromTheGlobalRng, CountsCalls, WritesInPlace])
-def test_processors_of_the_users_own(tiny_model, prompt, kind, lengths, do_sample):
+def test_users_processors_give_plain_text(tiny_model, prompt, kind, lengths, do_sample):
     model, inputs = tiny_model(), padded_batch(prompt, lengths)
     outcomes = []
     for drafter in (None, RandomDrafter(vocab_size=VOCAB_SIZE), "scripted"):

@@ -236,7 +236,7 @@ class TestWalk:
 
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
     @pytest.mark.parametrize("name", [*COMBINATIONS, "stateful"])
-    def test_it_makes_stocks_calls_in_stocks_order(self, random_tree, name, do_sample):
+    def test_walk_makes_stocks_calls_in_stocks_order(self, random_tree, name, do_sample):
         combination = [Stateful] if name == "stateful" else COMBINATIONS[name]
         if name == "penalty of new text only":
             combination = PENALTY_FOR_ONE_ROW

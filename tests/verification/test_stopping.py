@@ -63,7 +63,7 @@ CRITERIA = {
 class TestHostRules:
     @pytest.mark.parametrize("name", CRITERIA)
     @pytest.mark.parametrize("seed", range(5))
-    def test_they_equal_the_criteria_themselves_after_every_token(self, name, seed):
+    def test_host_rules_equal_the_criteria_after_every_token(self, name, seed):
         choose, criteria = random.Random(seed), StoppingCriteriaList(CRITERIA[name]())
         stopping, sequences = Stopping(criteria), Sequences(PROMPT, 0)
         assert stopping._host_rules is not None

@@ -85,7 +85,7 @@ def test_the_text_is_plain_and_mostly_drafted(processor, model):
     assert speculator.stats.tokens_per_round > 2, speculator.stats.summary()
 
 
-def test_batches(processor, model):
+def test_grammar_drafts_give_plain_text_in_batches(processor, model):
     request = {**BATCH, "max_new_tokens": 30, "do_sample": True}
     speculator = AutoSpeculator.from_name("grammar", target=model)
     plain = run(model, **request, logits_processor=LogitsProcessorList([processor()]))

@@ -16,7 +16,7 @@ PROMPT = "numbers = "
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True}])
 @pytest.mark.parametrize("grammar", ["json", "regex"])
-def test_xgrammar(model, tokenizer, attach_head, sampling, grammar):
+def test_xgrammar_processor_gives_plain_text(model, tokenizer, attach_head, sampling, grammar):
     xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed: `make ecosystem` sets it up")
     from xgrammar.contrib.hf import LogitsProcessor
 
@@ -42,7 +42,7 @@ def test_xgrammar(model, tokenizer, attach_head, sampling, grammar):
     ]
 
 
-def test_outlines(model, tokenizer, attach_head):
+def test_outlines_processor_gives_plain_text(model, tokenizer, attach_head):
     outlines = pytest.importorskip("outlines", reason="outlines is not installed: `make ecosystem` sets it up")
     pattern = r"\[([0-9]{1,3}, ){6}0\]"
     generator = outlines.Generator(outlines.from_transformers(model, tokenizer), outlines.regex(pattern))

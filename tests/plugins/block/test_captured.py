@@ -71,7 +71,7 @@ def test_plain_drafts_stay_on_the_device(monkeypatch, prompt, kind):
 
 
 @pytest.mark.parametrize("options", quick([{"depth": 2}, {"top_k": 1}, {"top_k": 9, "max_nodes": 4}]), ids=str)
-def test_options(place, prompt, options):
+def test_recorded_drafts_follow_the_options(place, prompt, options):
     batch, request = padded_batch(prompt, (9, 4, 13)), {**REQUEST, **SAMPLED, "max_new_tokens": 16}
     expected = drafts_of(
         BlockSession, target(), random_block("dflash2", target(), **options), batch, request, compile=False
@@ -80,7 +80,7 @@ def test_options(place, prompt, options):
     assert_alike(drafts_of(BlockSession, model, random_block("dflash2", model, **options), batch, request), expected)
 
 
-def test_rows_that_end(place, prompt):
+def test_recorded_drafts_are_plain_after_rows_end(place, prompt):
     batch, request = padded_batch(prompt, (9, 4, 13)), {**REQUEST, **SAMPLED}
     torch.manual_seed(5)
     request["eos_token_id"] = target().generate(**batch, **request)[0, -20].item()
@@ -124,7 +124,7 @@ def session_of(kind, num_tokens, padding, runner=None):
 
 @pytest.mark.parametrize("num_tokens", [9, 490], ids=["short", "into larger buffers"])
 @pytest.mark.parametrize("kind", quick(KINDS, "windows", "jetspec", "rnn", "xpress", "lilicorr"))
-def test_rounds_of_any_length_and_depth(monkeypatch, kind, num_tokens):
+def test_captured_drafts_are_plain_at_any_length_and_depth(monkeypatch, kind, num_tokens):
     """Rows advance by 0 to 5 tokens, or by more than a graph reads, with a draft after each round or not."""
     replays, choose, generator = stand_in(monkeypatch), random.Random(3), torch.Generator().manual_seed(2)
     runner = GraphRunner(None, Counter())

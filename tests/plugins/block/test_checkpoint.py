@@ -44,7 +44,7 @@ def test_every_kind_has_its_own_layout_by_default():
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_what_is_written_is_read(tmp_path, kind, layout):
+def test_save_pretrained_is_read_as_the_same_head(tmp_path, kind, layout):
     model = target()
     drafter = random_block(kind, model)
     saved = drafter.save_pretrained(tmp_path / "head", layout)
@@ -194,7 +194,7 @@ def test_conventions_override_the_file(tmp_path):
         (lambda c: c.clear(), "has no config.json"),
     ],
 )
-def test_configs_that_lack_or_contradict_something(tmp_path, change, message):
+def test_from_folder_refuses_incomplete_or_contradicting_configs(tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message):
         BlockDrafter.from_folder(edited(zlab(tmp_path), change), target())
 
@@ -209,7 +209,7 @@ def test_configs_that_lack_or_contradict_something(tmp_path, change, message):
         (lambda t: t.update({"fc.weight": torch.ones(32)}), r"fc\.weight has shape \(32,\), expected 2 dimensions"),
     ],
 )
-def test_tensors_that_lack_or_contradict_something(tmp_path, change, message):
+def test_from_folder_refuses_missing_or_misshapen_tensors(tmp_path, change, message):
     folder = zlab(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -227,6 +227,6 @@ def test_tensors_that_lack_or_contradict_something(tmp_path, change, message):
         (lambda c: c["dflash_config"].update(mask_token_id=96), "mask token of this dflash head is 96"),
     ],
 )
-def test_heads_of_other_targets(tmp_path, change, message):
+def test_from_folder_refuses_heads_of_other_targets(tmp_path, change, message):
     with pytest.raises(TargetMismatchError, match=message):
         BlockDrafter.from_folder(edited(zlab(tmp_path), change), target())

@@ -152,7 +152,7 @@ def test_the_anchor_is_the_last_context_entry(prompt):
 
 
 @pytest.mark.parametrize("name", LATTICE.stated())
-def test_all_eight_keys_are_required(tmp_path, name):
+def test_from_folder_names_a_missing_lattice_key(tmp_path, name):
     folder = saved(tmp_path, lambda nested: nested.pop(name))
     with pytest.raises(CheckpointError, match=rf"dflash_config in config\.json lacks {name}\. LiLiCorr heads need"):
         BlockDrafter.from_folder(folder, target())
@@ -173,7 +173,7 @@ def test_all_eight_keys_are_required(tmp_path, name):
         ({"logit_scale": -1.0}, "lilicorr_logit_scale in config.json is -1.0, expected a finite number"),
     ],
 )
-def test_keys_that_are_impossible(tmp_path, changes, message):
+def test_from_folder_refuses_impossible_lattice_keys(tmp_path, changes, message):
     folder = saved(tmp_path, lambda nested: nested.update({f"lilicorr_{key}": value for key, value in changes.items()}))
     with pytest.raises(CheckpointError, match=re.escape(message)):
         BlockDrafter.from_folder(folder, target())
@@ -184,8 +184,8 @@ def test_another_first_slot_has_no_place_in_the_lattice(tmp_path):
         BlockDrafter.from_folder(saved(tmp_path), target(), first_slot=0)
 
 
-def test_modelopts_names_and_keys(tmp_path):
-    """Its exporter keeps the places of modules in a sequence, and writes keys that others leave out."""
+def test_from_folder_reads_modelopts_lattice_names(tmp_path):
+    """ModelOpt's exporter keeps the places of modules in a sequence, and writes keys that others leave out."""
     places = {"feature_norm.": "feature_mlp.0.", "feature_mlp.up_proj.": "feature_mlp.1."}
     places |= {"feature_mlp.down_proj.": "feature_mlp.3.", ".mlp.up_proj.": ".mlp.0.", ".mlp.down_proj.": ".mlp.2."}
 
@@ -215,7 +215,7 @@ def test_a_lattice_as_wide_as_its_head_has_no_projection_of_tokens(tmp_path):
         assert BlockDrafter.from_folder(folder, model).spec.lattice == wide
 
 
-def test_keys_of_a_lattice_that_is_switched_off(tmp_path):
+def test_from_folder_ignores_keys_of_a_disabled_lattice(tmp_path):
     folder = tmp_path / "head"
     random_block("dflash", target()).save_pretrained(folder, "zlab")
     stated = {**LATTICE.stated(), "lilicorr_enabled": False}

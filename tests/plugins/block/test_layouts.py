@@ -31,7 +31,7 @@ def written(tmp_path, kind, layout, change=None):
     return folder
 
 
-def test_a_sink_is_a_logit_without_a_value():
+def test_attention_sink_is_a_logit_without_a_value():
     generator = torch.Generator().manual_seed(0)
     queries, keys, values, sink = (
         torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -56,7 +56,7 @@ def turned_pairs(states, theta=10000.0):
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
 
 
-def test_rope_of_neighbouring_values(tmp_path):
+def test_interleaved_rope_turns_neighbouring_values(tmp_path):
     """The products of queries and keys are those of RoPE that turns pairs, and nothing is left to convert."""
     folder = written(tmp_path, "dspark", "deepspec")
     plain = load_file(folder / "model.safetensors")
@@ -94,7 +94,7 @@ def as_nemotron(config):
     config["sample_from_anchor"] = False
 
 
-def test_embeddings_of_its_own_with_the_targets_output_matrix(tmp_path):
+def test_head_with_own_embeddings_uses_the_targets_output_matrix(tmp_path):
     """Nemotron's DSpark in DeepSpec's layout: windows, sinks, a causal block, an anchor that proposes nothing."""
 
     def change(tensors):
@@ -113,7 +113,7 @@ def test_embeddings_of_its_own_with_the_targets_output_matrix(tmp_path):
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_names_of_dspark_flat_and_nested(tmp_path, nested):
+def test_from_folder_reads_flat_and_nested_dspark_names(tmp_path, nested):
     folder = written(tmp_path, "rnn", "modelopt")
     tensors = load_file(folder / "model.safetensors")
     assert {"markov_w1.weight", "markov_w2.weight", "joint_proj.weight", "joint_proj.bias"} <= tensors.keys()
@@ -137,13 +137,13 @@ def test_names_of_dspark_flat_and_nested(tmp_path, nested):
         (lambda c: c.update(attention_sink_bias=False), r"unknown: layers\.0\.self_attn\.attention_sink_bias"),
     ],
 )
-def test_modelopts_keys_that_contradict_something(tmp_path, change, message):
+def test_from_folder_refuses_contradicting_modelopt_keys(tmp_path, change, message):
     folder = edited(written(tmp_path, "modelopt", "modelopt"), lambda config: change(config["dflash_config"]))
     with pytest.raises(CheckpointError, match=message):
         BlockDrafter.from_folder(folder, target())
 
 
-def test_tensors_under_two_names_or_announced_and_missing(tmp_path):
+def test_from_folder_refuses_duplicate_and_missing_tensors(tmp_path):
     def both(tensors):
         tensors["markov_head.markov_w1.weight"] = tensors["markov_w1.weight"].clone()
 
@@ -181,7 +181,7 @@ def test_domino_and_xpress_repeat_sizes_in_their_configs(tmp_path):
         BlockDrafter.from_folder(edited(folder, lambda config: config.update(xpress_mlp_ratio=4)), target())
 
 
-def test_a_head_in_its_targets_own_folder(tmp_path):
+def test_from_pretrained_finds_a_head_in_its_targets_folder(tmp_path):
     """SGLang keeps a target's head in `dspark/`. It is a head for that target only: a draft model for others."""
     target().save_pretrained(tmp_path / "target")
     random_block("dspark", target()).save_pretrained(tmp_path / "target" / "dspark")

@@ -38,7 +38,7 @@ def scores_of(drafter, state, slots):
 
 
 @pytest.mark.parametrize("kind", quick_quarter(KINDS))
-def test_the_contract_is_kept(prompt, kind):
+def test_block_drafter_keeps_the_contract(prompt, kind):
     model = target(dtype=torch.float64)
     check_drafter(random_block(kind, model), model, [prompt(10)[0], prompt(4, seed=1)[0]], max_new_tokens=10)
 
@@ -46,7 +46,7 @@ def test_the_contract_is_kept(prompt, kind):
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", quick([{"do_sample": True, "temperature": 0.8, "top_p": 0.9}, {}]))
-def test_texts_are_plains(prompt, kind, sampling):
+def test_block_drafts_give_plain_text(prompt, kind, sampling):
     model = target(dtype=torch.float64)
     inputs = batch_of(prompt, 3)
     texts = []
@@ -213,7 +213,7 @@ def test_candidates_are_chosen_with_the_noise(prompt, monkeypatch):
     assert [path for path, _ in nodes_of(tree)][:3] == [(33,), (33, 33), (33, 33, 33)]
 
 
-def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
+def test_scores_keep_candidates_that_warpers_cut_at_a_single_slot(prompt, monkeypatch):
     """Top-k of 1 leaves one token of every slot; what the token before says may lift another one."""
     model = target(dtype=torch.float64)
     monkeypatch.setattr("hf_speculate_plugins.block.scores._SAMPLED_CANDIDATES", 10)
@@ -232,7 +232,7 @@ def test_what_a_slot_alone_cuts_stays_a_candidate(prompt, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(itertools.product(["dspark", "dflash2", "lilicorr"], [torch.bfloat16, torch.float16]))
 )
-def test_half_precision(prompt, kind, dtype):
+def test_generate_runs_in_half_precision(prompt, kind, dtype):
     model = target(dtype=dtype)
     output = model.generate(prompt(9), speculator=Speculator(random_block(kind, model)), **PLAIN)
     assert output.shape[1] == 9 + PLAIN["max_new_tokens"]

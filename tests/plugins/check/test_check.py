@@ -129,7 +129,7 @@ class TestMeasure:
         assert (found.verdict, found.trials, found.fix) == ("plausible", (), {})
         assert found.stated.num_positions == sum(len(text.roots(CHAIN)) for text in texts())
 
-    def test_rates(self):
+    def test_acceptance_rates_count_by_depth(self):
         found = AcceptanceRates.of(torch.tensor([0, 1, 2, 2, 0]), 3)
         assert found.by_depth == (0.6, 0.4, 0.0)
         assert found.conditional == (0.6, 2 / 3, 0.0)
@@ -178,7 +178,7 @@ class TestMislabelled:
     """Each convention mislabelled in turn; the fix must be that one, and must work."""
 
     @pytest.mark.parametrize("name", ["layers +1", "rope", *(pytest.param(n, marks=pytest.mark.slow) for n in RARER)])
-    def test_the_right_one_is_found(self, relabelled, name):
+    def test_check_finds_the_wrong_convention(self, relabelled, name):
         change, fix = MISLABELLED[name]
         found = check(relabelled(change), try_alternatives=True)
         assert found.fix == fix
@@ -189,7 +189,7 @@ class TestMislabelled:
         exec(found.code, scope)
         assert scope["speculator"].drafter.entry_layers == (2, 3, 5)
 
-    def test_two_at_once(self, relabelled):
+    def test_check_finds_two_wrong_conventions(self, relabelled):
         def change(config):
             config["eagle_aux_hidden_state_layer_ids"] = [3, 4, 6]
             config["norm_before_residual"] = True
@@ -203,7 +203,7 @@ class TestMislabelled:
         found = check(relabelled(lambda config: config.update(embed_requires_grad=False)))
         assert (found.verdict, found.fix) == ("mislabelled", {"embeddings": "own"})
 
-    def test_a_head_without_hope(self, relabelled):
+    def test_check_reports_a_random_head_as_unexplained(self, relabelled):
         def scramble(tensors):
             for name, tensor in tensors.items():
                 if tensor.dim() == 2:
@@ -315,7 +315,7 @@ class TestCommand:
         file.write_text("\n".join(json.dumps({"prompt": text}) for text in words))
         return file
 
-    def test_table_verdict_and_code(self, relabelled, target_folder, prompt_file):
+    def test_check_prints_table_verdict_and_code(self, relabelled, target_folder, prompt_file):
         folder = relabelled(MISLABELLED["layers -1"][0])
         arguments = [folder, "--target", target_folder, "--prompts", prompt_file, "--depth", CHAIN]
         arguments += ["--max-new-tokens", 48, "--alternatives"]
@@ -324,7 +324,7 @@ class TestCommand:
         assert "drafts better with: layers +1, hidden states [2, 3, 5]" in " ".join(result.stdout.split())
         assert "target=model, feature_layers=[2, 3, 5])" in result.stdout
 
-    def test_json(self, good_head, target_folder, prompt_file):
+    def test_check_prints_json(self, good_head, target_folder, prompt_file):
         arguments = [good_head, "--target", target_folder, "--prompts", prompt_file, "--depth", CHAIN]
         found = json.loads(self.run(*arguments, "--max-new-tokens", 48, "--json").stdout)
         assert (found["verdict"], found["fix"]) == ("plausible", {})
@@ -341,7 +341,7 @@ class TestCommand:
         assert result.exit_code == 1
         assert "someone/some-head is not a local folder" in " ".join(result.stderr.split())
 
-    def test_what_cannot_be_checked(self, good_head, target_folder):
+    def test_check_refuses_draft_models_other_targets_and_short_texts(self, good_head, target_folder):
         with pytest.raises(CheckpointError, match="'draft_model', which reads no states"):
             check(target_folder)
         other = LlamaForCausalLM(LlamaConfig(**{**target().config.to_dict(), "hidden_size": 64, "head_dim": 16}))
@@ -357,7 +357,7 @@ class TestCommand:
 
 
 class TestCalibration:
-    def test_what_values_mean_is_written_beside_the_head_and_used(self, good_head, tmp_path):
+    def test_write_calibration_saves_a_table_that_loading_uses(self, good_head, tmp_path):
         """The fitted head is nearly always right: what it is sure of comes true."""
         folder = shutil.copytree(good_head, tmp_path / "head")
         before = AutoSpeculator.from_pretrained(folder, target=target()).drafter.calibration

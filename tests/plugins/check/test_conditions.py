@@ -43,7 +43,7 @@ class TestCompare:
         assert compared(measured(0, 1, 3, 5), measured(1, 2, 4, 6), paired=False) is None
         assert compared(measured(0, 1, 3, 5), measured(6, 4, 2, 1)) is None
 
-    def test_what_is_small_or_seen_on_few_prompts_is_not_named(self):
+    def test_compare_ignores_small_or_rare_differences(self):
         assert compared(measured(1, 2, 3), measured(2, 3, 4)) is None
         now, other = ([torch.tensor([2] * 9 + [value])] * 8 for value in (2, 3))
         assert compared(Measured("a", tuple(now), (9,) * 8, 5), Measured("b", tuple(other), (9,) * 8, 5)) is None
@@ -112,7 +112,7 @@ class TestContext:
         assert compare_positions(even, str(tmp_path)) is None
 
     @pytest.mark.parametrize("value", [[1], {}, -5, 10**30, True, "x"])
-    def test_lengths_that_are_none(self, tmp_path, value):
+    def test_compare_positions_ignores_invalid_lengths(self, tmp_path, value):
         (tmp_path / "provenance.json").write_text(json.dumps({"recipe": {"data": {"max_length": value}}}))
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": value}))
         assert compare_positions(measured(1, 2, 3, 2), str(tmp_path)) is None

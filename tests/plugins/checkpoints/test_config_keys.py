@@ -108,7 +108,7 @@ def opened(request, tmp_path):
     return request.param, config, outcome
 
 
-def test_every_key_that_layouts_write(opened):
+def test_every_written_key_changes_the_head_or_is_refused(opened):
     name, config, outcome = opened
     as_it_is = outcome((), "_", None)
     silent = [
@@ -122,7 +122,7 @@ def test_every_key_that_layouts_write(opened):
     assert not silent
 
 
-def test_every_switch_that_no_head_follows(opened):
+def test_every_unsupported_switch_is_refused(opened):
     name, config, outcome = opened
     as_it_is = outcome((), "_", None)
     if name.startswith("medusa"):  # no decoder layers: what a base model's config says is not theirs
@@ -140,7 +140,7 @@ def test_every_switch_that_no_head_follows(opened):
                 assert outcome(path, key, neutral) == as_it_is
 
 
-def test_switches_of_one_type_of_layers(tmp_path):
+def test_rope_switches_of_a_single_layer_type_are_refused(tmp_path):
     def change(config, _):
         one = {"rope_type": "default", "rope_theta": 1e4}
         config["rope_parameters"] = {"full_attention": one, "sliding_attention": {**one, "partial_rotary_factor": 0.5}}

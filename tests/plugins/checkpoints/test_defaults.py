@@ -98,7 +98,7 @@ def test_all_layouts_and_methods_have_a_head_here():
 
 
 @pytest.mark.parametrize(("dialect", "method", "key"), BLOCK_KEYS)
-def test_an_absent_key_of_a_one_pass_head(dialect, method, key):
+def test_absent_key_of_a_block_head_means_its_default(dialect, method, key):
     checkpoint, default = block_checkpoint(dialect, method), OF_BLOCKS[dialect][method][key]
     absent = block_spec(checkpoint, **{key: ...})
     assert (absent.dialect, absent.method) == (dialect, method) or key == "markov_rank"
@@ -119,7 +119,7 @@ def test_an_absent_key_of_a_one_pass_head(dialect, method, key):
         (("llama.cpp", "dspark"), "block_size", "lacks block_size"),
     ],
 )
-def test_keys_that_a_layout_must_have(of, key, message):
+def test_required_keys_of_a_layout_are_named(of, key, message):
     with pytest.raises(CheckpointError, match=message):
         block_spec(block_checkpoint(*of), **{key: ...})
 
@@ -184,7 +184,7 @@ def eagle_spec(checkpoint, **changes):
 
 
 @pytest.mark.parametrize(("dialect", "key"), EAGLE_KEYS)
-def test_an_absent_key_of_an_eagle_head(tmp_path, dialect, key):
+def test_absent_key_of_an_eagle_head_means_its_default(tmp_path, dialect, key):
     checkpoint, default = eagle_checkpoint(tmp_path, dialect), OF_EAGLE[dialect][key]
     absent = eagle_spec(checkpoint, **{key: ...})
     assert absent.dialect == dialect
@@ -224,7 +224,7 @@ def test_defaults_of_the_program_that_wrote_a_file(tmp_path, layout, version, be
         ({}, "llama"),
     ],
 )
-def test_the_class_of_nested_layers(config, expected):
+def test_layer_config_knows_the_class_of_nested_layers(config, expected):
     layers = layer_config(ConfigValues("head", {**config, "transformer_layer_config": {"hidden_size": 8}}), "llama")
     assert layers.text("model_type") == expected
 
@@ -243,7 +243,7 @@ def test_defaults_of_classes_of_layers(model_type, expected):
 
 
 @pytest.mark.parametrize("name", MEDUSA_LAYOUTS)
-def test_an_absent_key_of_medusa_heads(tmp_path, name):
+def test_absent_key_of_medusa_heads_changes_no_tensor(tmp_path, name):
     """The tensors say everything but that one matrix serves all heads, which is not so by default."""
     path = write_medusa_heads(tmp_path / "head", name) / "config.json"
     config, whole = json.loads(path.read_text()), read_heads(str(path.parent)).heads.state_dict()

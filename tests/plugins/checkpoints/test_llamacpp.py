@@ -103,7 +103,7 @@ def test_a_bundled_head_comes_back_as_it_was(head, files, tmp_path):
 
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden heads are not on this machine (../shared/golden)")
 @pytest.mark.parametrize("name", GOLDEN_HEADS)
-def test_golden_heads(name, tmp_path):
+def test_golden_heads_keep_facts_and_tensors_in_gguf(name, tmp_path):
     """Every fact that the two layouts share is kept, and so are tensors; a draft vocabulary is made of either."""
     files, folder, model = GOLDEN_HEADS[name], str(GOLDEN / name / "head"), target_of(name)
     path = written(files, folder, tmp_path / "out", model=model)
@@ -123,7 +123,7 @@ def test_golden_heads(name, tmp_path):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_in_a_file_of_eagle3(tmp_path):
+def test_eagle3_file_has_llamacpps_names_and_keys(tmp_path):
     """Names, keys and order are those that llama.cpp's loader asks for."""
     folder = write_head(tmp_path / "head", "specforge", plain_eagle3)
     path = written(EagleFiles, folder, tmp_path / "out", model=target())
@@ -190,12 +190,12 @@ _NO = {
 
 
 @pytest.mark.parametrize("reason", _NO)
-def test_eagle_heads_that_llamacpp_cannot_run(reason):
+def test_check_layout_refuses_eagle_heads_that_llamacpp_cannot_run(reason):
     with pytest.raises(CheckpointError, match=f"llama.cpp layout cannot express this head.*{reason}"):
         EagleFiles.check_layout("llama.cpp", dataclasses.replace(SPEC, **_NO[reason]))
 
 
-def test_eagle_heads_that_it_can_run():
+def test_check_layout_takes_eagle_heads_that_llamacpp_can_run():
     for changes in ({}, {"norm_before_residual": True, "norm_before_fc": True}, {"target_hidden_size": 32}):
         assert EagleFiles.check_layout("llama.cpp", dataclasses.replace(SPEC, **changes)) == "llama.cpp"
 
@@ -219,14 +219,14 @@ def test_rope_is_allowed_if_it_is_written():
 
 
 @pytest.mark.parametrize("reason", _NO_BLOCK)
-def test_block_heads_that_llamacpp_cannot_run(reason):
+def test_check_layout_refuses_block_heads_that_llamacpp_cannot_run(reason):
     kind, changes = _NO_BLOCK[reason]
     with pytest.raises(CheckpointError, match=f"llama.cpp layout cannot express this head.*{reason}"):
         BlockFiles.check_layout("llama.cpp", dataclasses.replace(block_spec(kind), **changes))
 
 
 @pytest.mark.parametrize("kind", quick(["reduced", "dflash", "jetspec", "dspark"]))
-def test_block_heads(kind, tmp_path):
+def test_block_heads_draft_the_same_from_gguf(kind, tmp_path):
     model = target()
     drafter = random_block(kind, model)
     layout = {"jetspec": "zlab", "dflash": "zlab", "dspark": "deepspec", "reduced": "speculators"}[kind]
@@ -241,7 +241,7 @@ def test_block_heads(kind, tmp_path):
 
 
 @pytest.mark.parametrize(("out_type", "atol"), [("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 1e-2), ("q4_0", 0.2)])
-def test_types_of_matrices(out_type, atol, tmp_path):
+def test_out_type_sets_the_types_of_matrices(out_type, atol, tmp_path):
     folder = write_head(tmp_path / "head", "specforge", plain_eagle3)
     path = written(EagleFiles, folder, tmp_path / "out", out_type, target())
     source, found = read_checkpoint(folder).tensors, read_checkpoint(path)
@@ -282,7 +282,7 @@ def test_matrices_stay_packed(out_type, tmp_path):
     assert accepted.total() > accepted[0]
 
 
-def test_llama3_rope(tmp_path):
+def test_llama3_rope_survives_the_file(tmp_path):
     scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
 
@@ -337,7 +337,7 @@ def test_absent_metadata_have_llama_cpps_meaning(tmp_path):
         ({"tokenizer.ggml.tokens": ["a", "b"]}, {}, "a target of vocabulary 2"),
     ],
 )
-def test_files_that_are_not_read(metadata, tensors, message, tmp_path):
+def test_from_pretrained_refuses_contradicting_gguf_heads(metadata, tensors, message, tmp_path):
     folder = write_head(tmp_path / "head", "specforge", plain_eagle3)
     path = written(EagleFiles, folder, tmp_path / "out", model=target())
     path = changed(path, tmp_path / "changed.gguf", metadata, tensors)
@@ -361,7 +361,7 @@ def test_no_damaged_file_is_a_raw_error(tmp_path):
     assert 0 < loaded < 150
 
 
-def test_files_that_are_no_heads(tmp_path):
+def test_from_pretrained_refuses_gguf_files_without_a_head(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", {"llama.block_count": 1}, {"token_embd.weight": torch.ones(4, 32)})
     assert tensor_shapes(str(path)) == {}
@@ -376,7 +376,7 @@ def test_files_that_are_no_heads(tmp_path):
         AutoSpeculator.from_pretrained(tmp_path / "absent.gguf", target=target())
 
 
-def test_a_file_on_the_hub(tmp_path, monkeypatch):
+def test_local_folder_downloads_a_single_file(tmp_path, monkeypatch):
     """Downloaded alone: other quantisations may lie beside it. A folder here is no owner there."""
     asked = []
 

@@ -147,7 +147,7 @@ def test_free_parts_alone_never_rest(tiny_model, monkeypatch):
     assert (first.count, second.count) == (60, 60)
 
 
-def test_what_one_request_teaches_the_next_begins_with(tiny_model):
+def test_requests_start_with_what_earlier_ones_learned(tiny_model):
     model, free, paid = tiny_model(), Counted(4, is_free=True), Counted(2)
     drafter = CombinedDrafter([paid, free])
     list(run_rounds(drafter, model, 60))
@@ -263,7 +263,7 @@ def test_options_of_a_part_are_refused_for_the_whole_with_the_way_to_give_them(t
 
 
 @pytest.mark.parametrize(("options", "found"), [({"parts": ["prompt_lookup"]}, "at least two"), ({}, "got 0")])
-def test_one_drafter_is_not_several(tiny_model, options, found):
+def test_combined_refuses_fewer_than_two_parts(tiny_model, options, found):
     with pytest.raises(ValueError, match=found):
         AutoSpeculator.from_name("combined", target=tiny_model(), **options)
 
@@ -329,7 +329,7 @@ def test_the_most_probable_nodes_are_kept_with_their_parents():
     assert paths(merge_row(5, [SECOND, FIRST], max_nodes=3)) == [(1,), (1, 2), (1, 4)]
 
 
-def test_of_equally_probable_nodes_the_parent_comes_first():
+def test_merge_row_keeps_the_parent_of_equally_probable_nodes():
     chain = TreeRow([5, 1, 2, 3], [-1, 0, 1, 2]), [1.0, 0.5, 0.5, 0.5]
     assert paths(merge_row(5, [chain], max_nodes=2)) == [(1,), (1, 2)]
 

@@ -273,7 +273,7 @@ def test_layers_that_a_layout_cannot_name_need_the_targets_depth(tmp_path):
 
 
 class TestRefusals:
-    def test_a_destination_that_is_not_empty(self, tmp_path):
+    def test_convert_refuses_a_destination_that_is_not_empty(self, tmp_path):
         source = save_head(tmp_path / "source")
         (tmp_path / "empty").mkdir()
         convert_checkpoint(source, tmp_path / "empty", "specforge")
@@ -281,13 +281,13 @@ class TestRefusals:
             with pytest.raises(CheckpointError, match="not an empty folder"):
                 convert_checkpoint(source, taken, "specforge")
 
-    def test_nothing_is_left_behind(self, tmp_path):
+    def test_convert_leaves_nothing_after_an_unknown_layout(self, tmp_path):
         source = save_head(tmp_path / "source", eagle_aux=1)
         with pytest.raises(CheckpointError, match="unknown layout 'onnx'; known are 'safeailab'"):
             convert_checkpoint(source, tmp_path / "head", "onnx")
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
-    def test_another_target(self, tmp_path):
+    def test_convert_refuses_another_or_missing_target(self, tmp_path):
         source = save_head(tmp_path / "source")
         with pytest.raises(TargetMismatchError, match=r"vocabulary 96, but .*target has 64"):
             convert_checkpoint(source, tmp_path / "head", "specforge", save_target(tmp_path / "target", vocab_size=64))
@@ -296,7 +296,7 @@ class TestRefusals:
         with pytest.raises(DrafterNotFoundError, match="cannot read target"):
             convert_checkpoint(source, tmp_path / "head", "specforge", tmp_path)
 
-    def test_a_quantised_target_and_one_without_weights(self, tmp_path):
+    def test_convert_refuses_quantised_and_incomplete_targets(self, tmp_path):
         source, target = save_head(tmp_path / "source"), save_target(tmp_path / "target")
         tensors = load_file(target / "model.safetensors")
         packed = tensors | {"model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN, dtype=torch.uint8)}
@@ -311,7 +311,7 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match="holds none of"):
             convert_checkpoint(source, tmp_path / "head", "speculators", target)
 
-    def test_a_checkpoint_without_other_layouts(self, tmp_path):
+    def test_convert_refuses_draft_models(self, tmp_path):
         with pytest.raises(CheckpointError, match="'draft_model', which has no other layouts"):
             convert_checkpoint(save_target(tmp_path / "model"), tmp_path / "head", "speculators")
 
@@ -320,7 +320,7 @@ class TestCommand:
     def run(self, *arguments):
         return CliRunner().invoke(cli.app, ["convert", *map(str, arguments)])
 
-    def test_report(self, tmp_path):
+    def test_convert_prints_a_report(self, tmp_path):
         source = save_head(tmp_path / "source")
         result = self.run(source, tmp_path / "a", "--layout", "specforge")
         assert result.exit_code == 0, result.output
@@ -349,7 +349,7 @@ class TestForEngines:
             ("llama.cpp", "pycoder-dspark", "llama.cpp", {"--spec-type": "draft-dspark", "--spec-draft-n-max": "5"}),
         ],
     )
-    def test_it_writes_the_layout_and_prints_the_command(self, tmp_path, engine, head, layout, flags):
+    def test_convert_for_an_engine_writes_its_layout_and_command(self, tmp_path, engine, head, layout, flags):
         folder, target = tmp_path / "it's a folder", EXAMPLES / "pycoder"
         if engine == "llama.cpp":
             model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -377,7 +377,7 @@ class TestForEngines:
             ("pycoder-eagle3", "vllm", ("--layout", "compact"), "pass one of --layout and --for"),
         ],
     )
-    def test_what_an_engine_cannot_serve_is_refused(self, tmp_path, head, engine, options, said):
+    def test_convert_refuses_heads_that_the_engine_cannot_serve(self, tmp_path, head, engine, options, said):
         arguments = ["convert", str(EXAMPLES / head), str(tmp_path / "out"), "--for", engine, *options]
         result = CliRunner().invoke(cli.app, arguments)
         assert (result.exit_code, said in result.stderr) == (1, True), result.stderr
@@ -387,7 +387,7 @@ class TestForEngines:
 class TestNamedTargets:
     """Without --target, the target that the head names is taken, if it is needed and here."""
 
-    def test_the_target_in_the_config_or_in_the_provenance(self, tmp_path, monkeypatch):
+    def test_convert_finds_the_target_in_the_provenance(self, tmp_path, monkeypatch):
         target = save_target(tmp_path / "target")
         source = save_head(tmp_path / "source", eagle_aux=1)
         with pytest.raises(TargetNeededError, match=r"give the target \(--target\)\.$"):
@@ -408,7 +408,7 @@ class TestNamedTargets:
 class TestOrigins:
     """A head takes its origin along into another layout."""
 
-    def test_figures_provenance_recipe_and_curves(self, tmp_path):
+    def test_convert_keeps_figures_and_provenance(self, tmp_path):
         source = REPOSITORY / "examples" / "pycoder-eagle3"
         convert_checkpoint(source, tmp_path / "head", "sglang")
         found, before = (json.loads((f / "provenance.json").read_text()) for f in (tmp_path / "head", source))

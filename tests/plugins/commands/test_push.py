@@ -49,7 +49,7 @@ class TestPush:
         assert card.text.partition("## Measured")[2] == kept.text.partition("## Measured")[2]
         assert (head / "README.md").read_bytes() == (HEAD / "README.md").read_bytes()
 
-    def test_without_a_name_the_recipes_or_the_folders(self, hub, head):
+    def test_push_takes_its_name_from_recipe_or_folder(self, hub, head):
         assert run("push", head).exit_code == 0
         assert hub.calls[0][1] == "me/my-head"
         found = json.loads((head / "provenance.json").read_text())
@@ -67,19 +67,19 @@ class TestPush:
         assert {path: path.read_bytes() for path in head.rglob("*") if path.is_file()} == before
 
     @pytest.mark.parametrize(("folder", "message"), [("absent", "is not a folder"), (".", "no installed drafter")])
-    def test_what_is_no_head_makes_no_repository(self, hub, tmp_path, folder, message):
+    def test_push_of_another_folder_makes_no_repository(self, hub, tmp_path, folder, message):
         result = run("push", tmp_path / folder)
         assert result.exit_code == 1
         assert message in result.stderr
         assert hub.calls == []
 
-    def test_an_owner_that_is_not_ours(self, hub, head):
+    def test_push_refuses_an_owner_that_is_not_the_users(self, hub, head):
         assert "you is not one of me" in run("push", head, "--repo-id", "you/head").stderr
         assert hub.calls == []
 
 
 class TestCard:
-    def test_from_provenance(self, head):
+    def test_card_is_written_from_provenance(self, head):
         (head / "README.md").unlink()
         result = run("card", head, "--repo-id", "me/head", "--print")
         assert result.exit_code == 0, result.output
@@ -91,7 +91,7 @@ class TestCard:
         assert 'from_pretrained("me/head", target=model)' in result.stdout
         assert "Trained with hf-speculate, method `medusa`" in card.text
 
-    def test_of_a_head_without_provenance_the_figures_stay(self, head):
+    def test_card_keeps_figures_without_provenance(self, head):
         (head / "provenance.json").unlink()
         kept = ModelCard.load(head / "README.md")
         assert run("card", head, "--repo-id", "me/head").exit_code == 0

@@ -89,7 +89,7 @@ def test_drafts_are_those_of_the_plain_path(place, prompt, lengths, shape, sampl
 
 
 @EACH_SHAPE
-def test_rows_that_end(place, prompt, shape):
+def test_recorded_drafts_are_plain_after_rows_end(place, prompt, shape):
     batch = padded_batch(prompt, (9, 4, 13))
     texts = target().generate(**batch, **REQUEST)[:, batch["input_ids"].shape[1] :].tolist()
     end = next(token for token in texts[0][4:] if sum(token in text for text in texts) < 3)
@@ -101,13 +101,13 @@ def test_rows_that_end(place, prompt, shape):
 @pytest.mark.parametrize("vocab_size", [90, 110])
 @SAMPLING
 @EACH_SHAPE
-def test_another_number_of_tokens(place, prompt, vocab_size, sampling, shape):
+def test_recorded_drafts_are_plain_with_another_vocabulary_size(place, prompt, vocab_size, sampling, shape):
     ids = torch.cat([prompt(9), torch.tensor([[95]])], dim=1)  # 95 is beyond the smaller vocabulary
     assert_same_drafts(place, shape, {"input_ids": ids}, {**REQUEST, **sampling}, similar_model(vocab_size))
 
 
 @EACH_SHAPE
-def test_the_capacity_is_outgrown(place, prompt, shape):
+def test_recorded_drafts_move_to_a_larger_capacity(place, prompt, shape):
     batch, request = {"input_ids": prompt(490)}, {**REQUEST, "max_new_tokens": 48}
     _, drafter = assert_same_drafts(place, shape, batch, request)
     keys: list = [key for name, key in graphs_of(drafter.model, None).by_key if name == "model_draft"]
@@ -116,7 +116,7 @@ def test_the_capacity_is_outgrown(place, prompt, shape):
 
 @EACH_SHAPE
 @pytest.mark.parametrize("first_compile", [None, False], ids=["recorded", "plain"])
-def test_a_second_turn(place, prompt, shape, first_compile):
+def test_recorded_drafts_are_plain_in_a_second_turn(place, prompt, shape, first_compile):
     """The session of the first turn leaves its cache to that of the second, recorded or not."""
 
     def second_turn(model, draft_model, compiles):
@@ -147,8 +147,8 @@ def test_later_requests_record_nothing(place, prompt):
 
 
 @pytest.mark.parametrize(("shape", "rate"), [("chain", 0.3), ("tree", 0.8)])
-def test_a_token_whose_states_are_not_finite(place, prompt, shape, rate):
-    """Its entries stay in static buffers, unseen. They spoil the draft that they are in, and no later one."""
+def test_recorded_drafts_recover_from_states_that_are_not_finite(place, prompt, shape, rate):
+    """The token's entries stay in static buffers, unseen. They spoil the draft that they are in, and no later one."""
     model = copy.deepcopy(similar_model())
     expected = target().generate(prompt(12), **REQUEST)
     tokens = expected[0, 12:].tolist()
@@ -220,7 +220,7 @@ class Stranger:
 @EACH_SHAPE
 @pytest.mark.parametrize("seed", quick(range(6), 0, 1))
 @torch.no_grad()
-def test_drafts_after_any_rejections(monkeypatch, prompt, lengths, shape, seed):
+def test_recorded_drafts_are_plain_after_any_rejections(monkeypatch, prompt, lengths, shape, seed):
     replays, stranger = stand_in(monkeypatch), Stranger(prompt, lengths, shape, seed)
     for round in range(24):
         active = tuple(row != 1 or round < 12 for row in range(len(lengths)))
@@ -257,7 +257,7 @@ PROBLEMS = {
 
 @EACH_SHAPE
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_draft_models_that_are_not_recorded(monkeypatch, prompt, problem, shape):
+def test_draft_model_with_a_problem_is_not_recorded(monkeypatch, prompt, problem, shape):
     replays, speculator = stand_in(monkeypatch), Speculator(drafter_of(shape, PROBLEMS[problem]()), adaptive=False)
     found = target().generate(prompt(12), **REQUEST, speculator=speculator)
     assert torch.equal(found, target().generate(prompt(12), **REQUEST))
@@ -265,7 +265,7 @@ def test_draft_models_that_are_not_recorded(monkeypatch, prompt, problem, shape)
     assert speculator.stats.fallbacks == {f"not recorded: draft model: {problem}": 1}
 
 
-def test_a_draft_model_on_the_host(monkeypatch, prompt):
+def test_draft_model_on_another_device_is_not_recorded(monkeypatch, prompt):
     with place_of("pretended device", monkeypatch) as place:
         speculator = Speculator(drafter_of("chain", similar_model()), adaptive=False)
         found = place.put(target()).generate(prompt(12).to(place.name), **REQUEST, speculator=speculator)
@@ -274,7 +274,7 @@ def test_a_draft_model_on_the_host(monkeypatch, prompt):
         assert speculator.stats.fallbacks == {"not recorded: draft model: another device than the target's": 1}
 
 
-def test_drafts_made_ahead(monkeypatch, prompt):
+def test_drafts_made_ahead_are_not_recorded(monkeypatch, prompt):
     replays, speculator = stand_in(monkeypatch), Speculator(drafter_of("chain", similar_model()), ahead=True)
     found = target().generate(prompt(12), **REQUEST, speculator=speculator)
     assert torch.equal(found, target().generate(prompt(12), **REQUEST))

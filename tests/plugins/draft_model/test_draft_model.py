@@ -170,7 +170,7 @@ def test_a_batch_whose_rows_end_at_different_steps_is_plain_text(tiny_model, pro
 
 
 class TestRefusals:
-    def test_the_target_itself(self, tiny_model, tmp_path):
+    def test_draft_model_refuses_the_target_itself(self, tiny_model, tmp_path):
         target = tiny_model()
         tiny_model().save_pretrained(tmp_path / "same")
         for same in (target, copy.deepcopy(target), str(tmp_path / "same")):
@@ -179,11 +179,11 @@ class TestRefusals:
         with pytest.raises(TargetMismatchError, match="is the target itself"):
             AutoSpeculator.from_pretrained(tmp_path / "same", target=target)
 
-    def test_not_a_smaller_copy_of_it(self, tiny_model):
+    def test_draft_model_takes_a_copy_in_another_dtype(self, tiny_model):
         target, smaller = tiny_model(), tiny_model(dtype=torch.bfloat16)
         assert AutoSpeculator.from_name("draft_model", target=target, model=smaller).drafter.model is smaller
 
-    def test_weights_that_contradict_the_config(self, tiny_model, tmp_path):
+    def test_draft_model_refuses_weights_that_contradict_the_config(self, tiny_model, tmp_path):
         tiny_model(seed=1).save_pretrained(tmp_path)
         stated = json.loads((tmp_path / "config.json").read_text())
         for change, message in (
@@ -195,12 +195,12 @@ class TestRefusals:
             with pytest.raises(CheckpointError, match=message):
                 AutoSpeculator.from_pretrained(tmp_path, target=tiny_model())
 
-    def test_a_head(self, tiny_model, prompt, tmp_path):
+    def test_draft_model_refuses_a_head(self, tiny_model, prompt, tmp_path):
         head = write_eagle_head(tmp_path / "head", 32, 96)
         with pytest.raises(CheckpointError, match=f"head is a head of the drafter 'eagle', .* speculator='{head}'"):
             tiny_model().generate(prompt(4), max_new_tokens=2, speculator=f"draft_model:model={head}")
 
-    def test_a_folder_without_a_model(self, tiny_model, tmp_path):
+    def test_draft_model_refuses_a_folder_without_a_model(self, tiny_model, tmp_path):
         (tmp_path / "page.md").touch()
         for found in ("it has no config.json", "its config.json has no model_type"):
             with pytest.raises(CheckpointError, match=f"is not a draft model: {found}\\. .*page\\.md"):
@@ -208,7 +208,7 @@ class TestRefusals:
             (tmp_path / "config.json").write_text("{}")
 
     @pytest.mark.parametrize("size", [24, 1000])
-    def test_another_vocabulary(self, tiny_model, size):
+    def test_draft_model_refuses_another_vocabulary(self, tiny_model, size):
         target, model = tiny_model(vocab_size=500), tiny_model(vocab_size=size)
         with pytest.raises(TargetMismatchError, match=f"vocabulary of {size} tokens, the target of 500"):
             AutoSpeculator.from_name("draft_model", target=target, model=model)
@@ -216,7 +216,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "theirs", "shown"), [("bos_token_id", 2, r"\[2\]"), ("eos_token_id", [2, 3], r"\[2, 3\]")]
     )
-    def test_other_special_tokens(self, tiny_model, name, theirs, shown):
+    def test_draft_model_refuses_other_special_tokens(self, tiny_model, name, theirs, shown):
         target, model = copy.deepcopy(tiny_model()), copy.deepcopy(tiny_model())
         setattr(target.config, name, theirs)
         setattr(model.config, name, 5)
@@ -225,11 +225,11 @@ class TestRefusals:
         setattr(model.config, name, 2)
         drafter_for(target, model).check_target(target)
 
-    def test_no_draft_model(self, tiny_model):
+    def test_draft_model_must_be_given(self, tiny_model):
         with pytest.raises(TypeError, match="needs the draft model"):
             AutoSpeculator.from_name("draft_model", target=tiny_model())
 
-    def test_a_model_whose_cache_forgets(self, tiny_model):
+    def test_draft_model_refuses_a_cache_that_forgets(self, tiny_model):
         config = Lfm2Config(
             vocab_size=96,
             hidden_size=32,

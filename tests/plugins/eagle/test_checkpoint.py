@@ -139,7 +139,7 @@ class TestLayouts:
         assert plain.keys() == wrapped.keys()
         assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
 
-    def test_sharded_files(self, head, tmp_path):
+    def test_from_folder_reads_sharded_files(self, head, tmp_path):
         folder = head("speculators")
         tensors = load_file(f"{folder}/model.safetensors")
         names = sorted(tensors)
@@ -233,7 +233,7 @@ def test_the_bundled_head_under_vllms_names_drafts_the_same(tmp_path):
 
 class TestMasksOfParallelHeads:
     @pytest.mark.parametrize("key", ["mask_token_id", "ptd_token_id", "pard_token"])
-    def test_the_token_under_every_name(self, head, key):
+    def test_mask_token_is_read_under_every_name(self, head, key):
         def change(config, tensors):
             config[key] = config.pop("mask_token_id")
             tensors["mask_hidden"] = tensors["mask_hidden"][0]  # NeMo writes two dimensions
@@ -242,7 +242,7 @@ class TestMasksOfParallelHeads:
         assert (drafter.spec.parallel, drafter.spec.mask_token_id) == (True, VOCAB - 1)
         assert (drafter.spec.algorithm, drafter.spec.kind) == ("peagle", "P-EAGLE")
 
-    def test_a_file_that_does_not_name_it(self, head, tmp_path):
+    def test_mask_token_that_no_key_names_must_be_passed(self, head, tmp_path):
         folder = head("speculators-parallel", change=lambda config, _: config.pop("mask_token_id"))
         with pytest.raises(CheckpointError, match=r"does not name its mask token .* pass mask_token_id="):
             EagleDrafter.from_folder(folder, target())
@@ -252,17 +252,17 @@ class TestMasksOfParallelHeads:
         assert not (tmp_path / "saved").exists()
 
     @pytest.mark.parametrize("value", [-1, 1.5, "<mask>", True])
-    def test_no_token(self, head, value):
+    def test_mask_token_of_another_type_is_refused(self, head, value):
         folder = head("speculators-parallel", change=lambda config, _: config.update(mask_token_id=value))
         with pytest.raises(CheckpointError, match=r"mask_token_id .* a token id"):
             EagleDrafter.from_folder(folder, target())
 
-    def test_a_token_that_the_head_does_not_know(self, head):
+    def test_mask_token_outside_the_vocabulary_is_refused(self, head):
         for token in (VOCAB, -1):
             with pytest.raises(TargetMismatchError, match=f"is {token}, but it knows {VOCAB} tokens"):
                 EagleDrafter.from_folder(head("speculators-parallel"), target(), mask_token_id=token)
 
-    def test_heads_without_masks(self, head):
+    def test_mask_token_is_refused_for_heads_without_masks(self, head):
         with pytest.raises(ValueError, match=r"mask_token_id is for P-EAGLE heads; the head in .* is EAGLE-3"):
             EagleDrafter.from_folder(head(), target(), mask_token_id=3)
 
@@ -292,7 +292,7 @@ class TestSaving:
             ("speculators-parallel", "speculators"),
         ],
     )
-    def test_round_trip(self, head, tmp_path, source, layout):
+    def test_save_pretrained_is_read_as_the_same_head(self, head, tmp_path, source, layout):
         overrides = {"rope_theta": 3e5} if source != "specforge" else {}
         first = EagleDrafter.from_folder(head(source), target(), **overrides)
         first.save_pretrained(tmp_path / "saved", layout=layout)
@@ -308,7 +308,7 @@ class TestSaving:
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert first.head.shared == second.head.shared
 
-    def test_what_a_layout_cannot_say_is_refused(self, head, tmp_path):
+    def test_save_pretrained_refuses_layouts_that_cannot_express_the_head(self, head, tmp_path):
         drafter = EagleDrafter.from_folder(head("speculators"), target())
         with pytest.raises(CheckpointError, match=r"specforge layout cannot .* more than one layer, norms of queries"):
             drafter.save_pretrained(tmp_path / "saved", layout="specforge")
@@ -337,7 +337,7 @@ class TestBadInput:
             AutoSpeculator.from_pretrained(folder, target=model or target())
 
     @pytest.mark.parametrize("layout", ["safeailab", "specforge"])
-    def test_truncated_file(self, head, layout):
+    def test_from_folder_refuses_a_truncated_file(self, head, layout):
         folder = head(layout)
         path = next(f"{folder}/{name}" for name in os.listdir(folder) if not name.endswith("json"))
         content = Path(path).read_bytes()
@@ -371,11 +371,11 @@ class TestBadInput:
             (lambda c, _: c.update(draft_vocab_size=1000), "draft_vocab_size in .* is 1000, that of the weights 48"),
         ],
     )
-    def test_tensors_of_another_head(self, head, change, message):
+    def test_from_folder_refuses_tensors_of_another_head(self, head, change, message):
         self.refused(head(change=change), message)
 
     @pytest.mark.parametrize("layout", EAGLE_LAYOUTS)
-    def test_a_tensor_that_was_lost(self, head, layout):
+    def test_from_folder_refuses_a_missing_tensor(self, head, layout):
         """Each alone: no head is quietly another one. Left out may be what the target has, and one of two maps."""
         _, tensors = make_tensors(layout, lambda *shape: torch.zeros(*shape))
         optional = {"d2t", "t2d", "model.d2t", "model.t2d"}
@@ -384,7 +384,7 @@ class TestBadInput:
             with pytest.raises(CheckpointError):
                 EagleDrafter.from_folder(head(layout, change=lambda _, found, name=name: found.pop(name)), target())
 
-    def test_output_matrices_that_are_left_out_on_purpose(self, head):
+    def test_from_folder_takes_the_targets_output_matrix_only_if_the_config_says_so(self, head):
         def without(**changes):
             def change(config, tensors):
                 tensors.pop("lm_head.weight"), tensors.pop("d2t"), tensors.pop("t2d")
@@ -405,12 +405,12 @@ class TestBadInput:
             drafter = EagleDrafter.from_folder(without(**change), target())
             assert drafter.head.shared["lm_head"] is target().get_output_embeddings()
 
-    def test_embeddings_that_were_trained_and_lost(self, head):
+    def test_from_folder_refuses_missing_trained_embeddings(self, head):
         folder = head("speculators", change=lambda _, tensors: tensors.pop("embed_tokens.weight"))
         self.refused(folder, r"embed_tokens\.weight is missing")
         assert EagleDrafter.from_folder(folder, target(), embeddings="target").head.shared["embed_tokens"] is not None
 
-    def test_other_target(self, head):
+    def test_from_folder_refuses_another_target(self, head):
         wide = LlamaForCausalLM(replace_config(hidden_size=64, num_attention_heads=4)).eval()
         self.refused(head(), "hidden size 32, .* has 64", TargetMismatchError, wide)
         other = LlamaForCausalLM(replace_config(vocab_size=64)).eval()
@@ -423,7 +423,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("layout", ["specforge", "speculators", "eagle1"])
     @pytest.mark.parametrize(("key", "found"), [("hidden_size", 32), ("intermediate_size", 48), ("vocab_size", 96)])
-    def test_a_config_that_contradicts_the_weights(self, head, layout, key, found):
+    def test_from_folder_refuses_a_config_that_contradicts_the_weights(self, head, layout, key, found):
         def change(config, tensors):
             tensors.setdefault("embed_tokens.weight", torch.zeros(96, 32))
             config.get("transformer_layer_config", config)[key] = 1000
@@ -431,7 +431,7 @@ class TestBadInput:
         message = f"{key} in config.json is 1000, that of the weights {found}"
         self.refused(head(layout, change=change), message)
 
-    def test_a_map_that_was_never_filled(self, head, logged):
+    def test_from_folder_warns_of_an_empty_vocabulary_map(self, head, logged):
         def change(config, tensors):
             tensors["d2t"].zero_()
             del tensors["t2d"]
@@ -442,7 +442,7 @@ class TestBadInput:
         (line,) = logged()
         assert f"{folder}: d2t is zero everywhere" in line
 
-    def test_contradicting_vocabulary_maps(self, head):
+    def test_from_folder_refuses_contradicting_vocabulary_maps(self, head):
         def absolute(config, tensors):
             tensors["d2t"] = tensors["d2t"] + torch.arange(48)
 
@@ -460,7 +460,7 @@ class TestBadInput:
 
         self.refused(head(change=none), "neither d2t nor t2d")
 
-    def test_config_that_is_absent_broken_or_lies(self, head):
+    def test_from_folder_refuses_an_absent_broken_or_wrong_config(self, head):
         folder = head()
         os.remove(f"{folder}/config.json")
         self.refused(folder, "num_attention_heads")
@@ -470,7 +470,7 @@ class TestBadInput:
         folder = head(change=lambda config, _: config.pop("model_type"))
         EagleDrafter.from_folder(folder, target())
 
-    def test_no_weights(self, tmp_path):
+    def test_from_folder_refuses_a_folder_without_weights(self, tmp_path):
         self.refused(str(tmp_path), "no installed drafter")
         with pytest.raises(CheckpointError, match="no weights"):
             EagleDrafter.from_folder(str(tmp_path), target())

@@ -84,7 +84,7 @@ def test_saved_compact_and_whole(compact, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["specforge", "compact"])
-def test_converted(compact, tmp_path, layout):
+def test_compact_head_is_converted_with_the_targets_rows(compact, tmp_path, layout):
     target().save_pretrained(tmp_path / "target")
     if layout == "specforge":
         with pytest.raises(CheckpointError, match=r"lm_head\.weight.*give the target"):

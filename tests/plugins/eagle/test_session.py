@@ -30,7 +30,7 @@ PAIRS = [("safeailab", *kind) for kind in KINDS] + [
 
 class TestTextIsTheTargets:
     @pytest.mark.parametrize("pair", quick_quarter(PAIRS), ids=str)
-    def test_greedy_and_sampled(self, head, prompt, pair):
+    def test_eagle_drafts_give_plain_text(self, head, prompt, pair):
         layout, architecture, tied, size = pair
         model = target(architecture, tied)
         every_shape = layout == "safeailab" and architecture == "llama" and not tied
@@ -56,7 +56,7 @@ class TestTextIsTheTargets:
             ]
         ),
     )
-    def test_conformance(self, head, prompt, pair):
+    def test_eagle_drafter_keeps_the_contract(self, head, prompt, pair):
         layout, shape = pair
         drafter = EagleDrafter.from_folder(head(layout), target(), **SHAPES[shape])
         check_drafter(drafter, target(), [prompt(11)[0], prompt(6)[0]], 12)
@@ -98,7 +98,7 @@ class TestTextIsTheTargets:
 
 
 @pytest.mark.parametrize("is_shown", [False, True])
-def test_what_comes_last_is_read_for_a_later_turn_only(head, prompt, monkeypatch, is_shown):
+def test_last_round_is_observed_for_a_later_turn_only(head, prompt, monkeypatch, is_shown):
     model = target()
     speculator = Speculator(EagleDrafter.from_folder(head("safeailab"), model), adaptive=False)
     told, observe = [], EagleSession.observe
@@ -121,12 +121,12 @@ def num_children(model, top_k, do_sample, **options):
 
 
 @pytest.mark.parametrize(("top_k", "do_sample", "expected"), [(None, False, 4), (None, True, 8), (3, True, 3)])
-def test_children_of_a_node(tiny_model, top_k, do_sample, expected):
+def test_top_k_sets_the_children_of_a_node(tiny_model, top_k, do_sample, expected):
     assert num_children(tiny_model(), top_k, do_sample, adaptive=False) == expected
 
 
 @pytest.mark.parametrize(("num_nodes", "expected"), [(None, 8), (1.0, 2), (6.0, 2), (6.5, 3), (100.0, 8)])
-def test_where_few_nodes_pay_a_draft_is_narrow(tiny_model, num_nodes, expected):
+def test_tree_width_follows_the_policys_number_of_nodes(tiny_model, num_nodes, expected):
     class Saying(DraftPolicy, PolicySession):
         def start(self, request):
             return self

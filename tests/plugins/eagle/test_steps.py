@@ -109,7 +109,7 @@ class TestDraftLogitsFromScratch:
 
     @pytest.mark.parametrize("layout", quick_quarter(EAGLE_LAYOUTS))
     @pytest.mark.parametrize(("shape", "size"), [("dynamic", 3), ("chain", 1)])
-    def test_every_node_of_every_round(self, head, prompt, monkeypatch, layout, size, shape):
+    def test_draft_logits_equal_a_fresh_forward_at_every_node(self, head, prompt, monkeypatch, layout, size, shape):
         model, batch = target(dtype=torch.float64), batch_of(prompt, size)
         options = {**SHAPES[shape], **({"top_k": 12, "max_nodes": 60} if shape == "dynamic" else {})}
         drafter = EagleDrafter.from_folder(head(layout), model, **options)
@@ -121,7 +121,7 @@ class TestDraftLogitsFromScratch:
         if shape == "dynamic":
             assert watch.accepted > 0
 
-    def test_second_turn(self, head, prompt, monkeypatch):
+    def test_draft_logits_equal_a_fresh_forward_in_a_second_turn(self, head, prompt, monkeypatch):
         model = target(dtype=torch.float64)
         drafter = EagleDrafter.from_folder(head("speculators"), model, **SHAPES["dynamic"])
         first = model.generate(

@@ -99,7 +99,7 @@ def test_an_added_node_is_no_surer_than_its_parent_and_never_twice():
 
 
 @pytest.mark.parametrize(("limit", "expected"), [({"max_depth": 3}, 3), ({"most": 2}, 2), ({}, 6)])
-def test_limits(limit, expected):
+def test_grown_trees_keep_depth_and_node_limits(limit, expected):
     assert len(grown(Sentences(b"}}}}}}"), **limit).token_ids) == 1 + expected
 
 
@@ -112,7 +112,7 @@ def test_style_learns_the_token_that_crosses_the_end_of_what_is_forced():
     assert found[b'":'] == pytest.approx(1 / 1.5, abs=1e-3)
 
 
-def test_content_is_no_place():
+def test_style_learns_no_tokens_of_free_text():
     style, free = Style(), Possible(b"")
     style.learn(free, [NAME], NA, is_text)  # a word after a word
     assert style.proposals(free, [NAME], is_text) == []
@@ -120,7 +120,7 @@ def test_content_is_no_place():
     assert style.proposals(free, [COLON], is_text)[0][0] == ord(" ")
 
 
-def test_what_is_kept_for_other_requests_has_no_content():
+def test_without_text_drops_tokens_of_content():
     style = Style()
     style.learn(Possible(b'"'), [NAME], QUOTE_COLON, is_text)
     style.learn(Possible(b"name", [NAME, NA]), [QUOTE], NA, is_text)

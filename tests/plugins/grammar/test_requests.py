@@ -91,7 +91,7 @@ def test_batches_are_drafted_row_by_row(model):
     assert speculator.stats.tokens_per_round >= 3
 
 
-def test_it_can_be_turned_off_and_is_not_there_without_a_constraint(model):
+def test_grammar_drafts_need_a_constraint_and_the_option(model):
     off, on = Speculator(EmptyDrafter(), constraints=False), Speculator(EmptyDrafter())
     run(model, off, input_ids=random_prompt(9), prefix_allowed_tokens_fn=mostly_forced)
     run(model, on, input_ids=random_prompt(9))

@@ -58,7 +58,7 @@ def test_drafts_are_plains_in_every_round(place, prompt, kind, lengths, sampling
     assert place.replays.num_replayed > len(found.rounds)
 
 
-def test_rows_that_end(place, prompt):
+def test_recorded_drafts_are_plain_after_rows_end(place, prompt):
     batch, model = padded_batch(prompt, (9, 4, 13)), place.put(target())
     request = {**REQUEST, **GREEDY}
     end = target().generate(**batch, **request)[0, -20].item()

@@ -170,7 +170,7 @@ def test_another_target_is_refused_with_both_numbers(tmp_path, tiny_model):
 @pytest.mark.parametrize(
     ("key", "found"), [("hidden_size", 32), ("num_heads", 3), ("num_hidden_layers", 2), ("truncated_vocab_size", 96)]
 )
-def test_a_config_that_contradicts_the_weights(tmp_path, tiny_model, key, found):
+def test_from_folder_refuses_a_config_that_contradicts_the_weights(tmp_path, tiny_model, key, found):
     folder = write_medusa_heads(tmp_path, "vllm")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: 7}))

@@ -59,7 +59,7 @@ def test_logits_are_near_those_of_the_heads(num_matrices, dtype):
 
 
 @pytest.mark.parametrize("num_matrices", [0, 1, 3])
-def test_matrices_that_change(num_matrices):
+def test_quantised_outputs_follow_changed_matrices(num_matrices):
     heads, target = heads_of(num_matrices), Target()
     outputs = QuickOutputs(heads)
     check(heads, target, outputs)
@@ -99,7 +99,7 @@ def test_captured_heads_ask_for_none():
         assert len(outputs._targets) == (runner is None)
 
 
-def test_what_the_kernel_does_not_multiply(monkeypatch):
+def test_quantised_outputs_are_empty_where_the_kernel_cannot_multiply(monkeypatch):
     assert not QuickOutputs(heads_of(3, torch.float16)).of(Target())
     small = MedusaHeads(torch.randn(2, 1, 32, 32), None, torch.randn(2, 96, 32))
     assert not QuickOutputs(small).of(Target())

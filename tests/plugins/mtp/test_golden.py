@@ -76,7 +76,7 @@ def read(name: str, prefix: str = ""):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_entries(name):
+def test_golden_hidden_states_and_logits(name):
     vectors = vectors_of(set_of(name))
     hidden, logits, fed_back, _ = read(name)
     for key, found in (("tf_hidden", hidden), ("tf_logits", logits), ("tf_feedback", fed_back)):

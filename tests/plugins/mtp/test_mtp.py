@@ -126,7 +126,7 @@ def test_a_part_of_the_vocabulary_is_drafted_with_the_targets_own_rows(target_of
 
 
 class TestProblems:
-    def test_a_target_without_draft_layers(self, tmp_path):
+    def test_mtp_refuses_a_target_without_draft_layers(self, tmp_path):
         model = build("llama")
         model.save_pretrained(tmp_path)
         with pytest.raises(CheckpointError, match=r"no draft layers \(MTP\) among its .*mtp\.fc\.weight \(Qwen\)"):
@@ -141,7 +141,7 @@ class TestProblems:
         ):
             AutoSpeculator.from_name("mtp", load_target(tmp_path))
 
-    def test_a_target_made_in_memory(self):
+    def test_mtp_refuses_a_target_made_in_memory(self):
         with pytest.raises(CheckpointError, match="does not know where it was loaded from"):
             AutoSpeculator.from_name("mtp", build("llama"))
 
@@ -173,13 +173,13 @@ class TestProblems:
         with pytest.raises(TargetMismatchError, match=r"belong to a model of hidden size 32; this .* has 64"):
             AutoSpeculator.from_name("mtp", wide, head=str(folder_of("qwen2")))
 
-    def test_a_truncated_file(self, tmp_path):
+    def test_mtp_refuses_a_truncated_file(self, tmp_path):
         target = load_target(write_target(tmp_path, "qwen2"))
         (tmp_path / SHARD).write_bytes((tmp_path / SHARD).read_bytes()[:-100])
         with pytest.raises(CheckpointError, match="may be truncated"):
             AutoSpeculator.from_name("mtp", target)
 
-    def test_nan(self, tmp_path):
+    def test_mtp_refuses_weights_that_are_not_finite(self, tmp_path):
         tensors = draft_tensors("qwen2")
         tensors["model.mtp_layers.0.input_proj.weight"][0, 0] = torch.nan
         with pytest.raises(CheckpointError, match="NaN or infinite weights"):

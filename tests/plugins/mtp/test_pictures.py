@@ -34,7 +34,7 @@ def case(tmp_path_factory):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_texts_about_pictures(case, do_sample):
+def test_mtp_drafts_give_plain_text_about_pictures(case, do_sample):
     target, inputs = case
     request = {**inputs, "max_new_tokens": 14, "do_sample": do_sample}
     speculator = AutoSpeculator.from_name("mtp", target, adaptive=False)

@@ -44,7 +44,7 @@ def changed(model):
 
 @pytest.mark.parametrize("family", quick_quarter(FAMILIES))
 @pytest.mark.parametrize("shard", [None, "20KB"])
-def test_a_fine_tuned_model_keeps_them(tmp_path, family, shard):
+def test_save_pretrained_keeps_draft_layers_of_a_fine_tuned_model(tmp_path, family, shard):
     target = changed(load_target(write_target(tmp_path / "base", family)))
     options = {} if shard is None else {"max_shard_size": shard}
     names = hf_speculate.save_pretrained(target, tmp_path / "new", **options)
@@ -61,7 +61,7 @@ def test_a_fine_tuned_model_keeps_them(tmp_path, family, shard):
 
 
 @needs_transformers("5.17", "the config of GLM-4.5 keeps no count")
-def test_the_config_counts_what_is_there(tmp_path, folder):
+def test_save_pretrained_counts_stored_layers_in_the_config(tmp_path, folder):
     target = load_target(folder)
     target.config.num_mtp_layers = 3
     hf_speculate.save_pretrained(target, tmp_path / "new")
@@ -90,7 +90,7 @@ def test_a_model_without_them_is_saved_as_it_is(tmp_path, logged):
     assert any("has no draft layers, though its config counts some" in line for line in logged())
 
 
-def test_what_is_there_is_not_written_again(folder):
+def test_keep_writes_nothing_that_is_there(folder):
     before = (folder / SHARD).stat().st_mtime_ns
     assert keep(Source.find(folder, DEPTH), folder) == []
     assert (folder / SHARD).stat().st_mtime_ns == before
@@ -121,7 +121,7 @@ def test_a_model_of_another_depth_is_refused(tmp_path, folder):
     assert not (tmp_path / "short" / SHARD).exists()
 
 
-def test_the_command(tmp_path, folder):
+def test_keep_command_adds_draft_layers(tmp_path, folder):
     load_target(folder).save_pretrained(tmp_path / "new")
     result = CliRunner().invoke(cli.app, ["mtp", "keep", str(folder), str(tmp_path / "new")])
     assert not result.exit_code, result.output

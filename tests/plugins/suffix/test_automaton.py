@@ -62,7 +62,7 @@ def test_probabilities_and_weights_are_those_of_the_definition(store_text, text)
         assert automaton.mixture.weights == pytest.approx(weights)
 
 
-def test_the_past_is_halved():
+def test_mixture_halves_old_trials():
     mixture, component = Mixture(), ("local", 1, 3)
     for _ in range(596):
         mixture.learn(component, 1.0)
@@ -82,7 +82,7 @@ def test_weights_follow_what_explains_the_text():
 
 @deterministic
 @given(st.lists(TEXT, min_size=2, max_size=4))
-def test_a_removed_text_was_never_there(texts):
+def test_remove_undoes_the_counts_of_a_text(texts):
     counts = counted(*texts)
     counts.remove(texts[0])
     left = counted(*texts[1:])
@@ -109,7 +109,7 @@ class TestTree:
         automaton = Automaton({"local": counted(text)}, ORDERS, Mixture())
         return draft_tree(automaton, text[-3:], max_nodes=max_nodes, max_depth=max_depth, chain=chain)
 
-    def test_it_runs_on_past_the_end_of_the_only_occurrence(self):
+    def test_draft_continues_past_the_end_of_its_occurrence(self):
         draft = self.draft([1, 2, 3, 1, 2, 3], chain=True, max_nodes=12)
         assert draft.tokens[:8] == [1, 2, 3, 1, 2, 3, 1, 2]
 

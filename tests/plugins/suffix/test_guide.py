@@ -74,7 +74,7 @@ def test_the_expected_keys_are_drafted(drafter, tokenizer, ids):
     assert ' "opinion": "bad' in found
 
 
-def test_nothing_is_drafted_outside_and_in_other_objects(drafter, tokenizer, ids):
+def test_guide_drafts_nothing_outside_its_objects(drafter, tokenizer, ids):
     for words in ("call rate_film with", '{"other": 1, "name": '):
         text = ids(words)
         plain = start(SuffixDrafter(len(tokenizer), SuffixOptions(max_nodes=24)), text)
@@ -143,7 +143,7 @@ def test_special_tokens_end_an_object(drafter, tokenizer, ids):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_it_changes_no_text(tiny_model, tokenizer, ids, do_sample):
+def test_schema_drafts_give_plain_text(tiny_model, tokenizer, ids, do_sample):
     model = tiny_model(vocab_size=len(tokenizer))
     speculator = AutoSpeculator.from_name("suffix", target=model, schemas=[FILM], tokenizer=tokenizer)
     prompts = [torch.tensor([ids(text)]) for text in ("{", CALL[:10], "<call>\n" + CALL[:40])]

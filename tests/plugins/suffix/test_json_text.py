@@ -50,7 +50,7 @@ def test_values_are_kept_as_they_were_written():
 @pytest.mark.parametrize(
     "text", ["{x = 1", "{'a': 1", '{"a" 1', '{"a": 1 2', '{"a": [1}', '{"a\nb', '{"a": "x\n', "{]", "{:"]
 )
-def test_what_is_no_json_is_left_and_the_next_object_found(text):
+def test_reader_skips_text_that_is_no_json(text):
     assert read(text).level is None
     reader = read(text + ' {"b": 1')
     assert (reader.place, reader.word) == (Place.WORD, "1")
@@ -64,7 +64,7 @@ def test_the_style_is_learnt():
     assert (reader.level.gap, reader.comma, reader.gap) == ("\n\t", " ", " ")
 
 
-def test_several_objects_and_the_text_around_them():
+def test_reader_keeps_the_text_between_objects():
     reader = read('Now.\n<call>\n{"a": 1}\n</ca')
     assert (reader.level, reader.lead) == (None, "Now.\n<call>\n")
     reader.feed('ll>\n<call>\n{"b": 1')

@@ -57,7 +57,7 @@ class TestCalls:
             assert forecast("{", tool) == ("open", ['"name": "get_weather", "arguments": {"city": "'])
         assert forecast('{"na', lookup) == ("open", ['me": "lookup", "arguments": {"query": "'])
 
-    def test_several_tools_branch_until_the_name_tells(self):
+    def test_forecast_branches_between_tools_until_the_name_decides(self):
         kind, ways = forecast('{"name": "get_', WEATHER, CLOCK) or ("", [])
         assert ways[0] == 'weather", "arguments": {"city": "'
         assert ways[1] == 'time", "arguments": {}}<end>'
@@ -105,10 +105,10 @@ _ENDS = ["\n</tool_call><end>", "\n</tool_call>\n<tool_call>\n", "<end>"]
 
 
 class TestStyle:
-    def test_compact(self):
+    def test_forecast_follows_compact_json(self):
         assert forecast('{"name":"get_weather","arguments":{"city":"Rome"', WEATHER) == ("more", [',"unit":"'])
 
-    def test_indented(self):
+    def test_forecast_follows_indented_json(self):
         begun = '{\n  "name": "get_weather",\n  "arguments": {'
         assert forecast(begun, WEATHER) == ("key", ['\n    "city": "'])
         begun += '\n    "city": "Rome",\n    "unit": "celsius",\n    "place": {'
@@ -119,7 +119,7 @@ class TestStyle:
 
 
 class TestSchemas:
-    def test_references_and_alternatives(self):
+    def test_forecast_follows_references_and_alternatives(self):
         schema = {
             "$defs": {"node": objects({"value": {"const": 7}, "next": {"$ref": "#/$defs/node"}}, required=["value"])},
             "anyOf": [
@@ -138,13 +138,13 @@ class TestSchemas:
         schema = {"allOf": [objects({"a": CITY}, required=["a"]), objects({"b": CITY}, required=["b"])]}
         assert forecast('{"a": "x"', schema) == ("more", [', "b": "'])
 
-    def test_arrays(self):
+    def test_forecast_continues_and_closes_arrays(self):
         schema = objects({"names": {"type": "array", "items": CITY}, "n": {"type": "integer"}}, required=["names", "n"])
         assert forecast("{", schema) == ("open", ['"names": ["'])
         assert forecast('{"names": ["x"', schema) == ("more", [', "', '], "n": '])
         assert forecast('{"names": ["x", "y', schema) == ("text", ['", "', '"], "n": '])
 
-    def test_what_is_unknown_is_not_forecast(self):
+    def test_forecast_stops_at_unknown_schemas(self):
         schema = objects({"a": {"not": {}}, "b": {"$ref": "other.json"}, "c": True}, required=["a", "b", "c"])
         assert forecast('{"a": 1', schema) == ("number", [', "b": '])
         assert forecast('{"a": 1, "b": [1], "c"', schema) == ("key", [": "])
@@ -181,6 +181,6 @@ class TestSchemas:
         ([lambda x: x], "no schema can be made of the function <lambda>"),
     ],
 )
-def test_what_is_no_schema_is_refused(schemas, found):
+def test_read_schemas_refuses_other_values(schemas, found):
     with pytest.raises(OptionError, match=found):
         read_schemas(schemas, "arguments")

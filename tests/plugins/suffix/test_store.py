@@ -33,7 +33,7 @@ def contents(store, adapters=""):
 
 @deterministic
 @given(OUTPUTS, st.integers(1, 20))
-def test_above_the_cap_the_oldest_leave_and_were_never_there(outputs, max_tokens):
+def test_store_drops_the_oldest_texts_above_its_cap(outputs, max_tokens):
     store = filled(outputs, max_tokens=max_tokens)
     kept = len(store)
     assert store.num_tokens == sum(map(len, outputs[len(outputs) - kept :])) <= max_tokens
@@ -73,7 +73,7 @@ def test_threads_lose_nothing():
 
 
 class TestFile:
-    def test_it_comes_back_as_it_was(self, tmp_path):
+    def test_store_survives_saving_and_loading(self, tmp_path):
         store = filled([[1, 2, 3, 1, 2], [3, 1, 2]], adapters="a", max_tokens=50)
         store.save(tmp_path / "store.json")
         loaded = SuffixStore.load(tmp_path / "store.json")
@@ -81,7 +81,7 @@ class TestFile:
         assert contents(loaded, "a") == contents(store, "a")
         assert repr(loaded) == repr(store)
 
-    def test_it_refuses_another_vocabulary_and_stays_usable(self, tmp_path):
+    def test_attach_refuses_another_vocabulary_and_keeps_the_store(self, tmp_path):
         store = filled([[1, 2, 3]])
         before = contents(store)
         with pytest.raises(CheckpointError, match="a vocabulary of 10, the target's has 11"):
@@ -102,14 +102,14 @@ class TestFile:
             ({"max_tokens": 2}, "3 tokens are above its own limit"),
         ],
     )
-    def test_broken_ones_are_refused(self, tmp_path, change, message):
+    def test_load_refuses_broken_files(self, tmp_path, change, message):
         path = tmp_path / "store.json"
         filled([[1, 2, 3]]).save(path)
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         with pytest.raises(CheckpointError, match=message):
             SuffixStore.load(path)
 
-    def test_what_is_saved_is_read_and_what_is_not_read_is_not_saved(self, tmp_path, monkeypatch):
+    def test_save_refuses_stores_that_load_would_refuse(self, tmp_path, monkeypatch):
         """A store may be larger than any other JSON file."""
         path, store = tmp_path / "store.json", filled([[1, 2, 3]], adapters="x" * (65 << 20))
         store.save(path)

@@ -47,7 +47,7 @@ def run(owner, text, *more, adapters=""):
 
 
 @pytest.mark.parametrize("do_sample", quick([True, False]))
-def test_it_changes_no_text(tiny_model, prompt, do_sample):
+def test_suffix_drafts_give_plain_text(tiny_model, prompt, do_sample):
     model = tiny_model()
     speculator = AutoSpeculator.from_name("suffix", target=model, store=True)
     prompts = [prompt(n) for n in (1, 9, 20)]
@@ -57,7 +57,7 @@ def test_it_changes_no_text(tiny_model, prompt, do_sample):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_nor_that_of_left_padded_rows(tiny_model, prompt, do_sample):
+def test_suffix_drafts_give_plain_text_with_left_padding(tiny_model, prompt, do_sample):
     model, batch = tiny_model(), padded_batch(prompt, (9, 5, 7))
     speculator = AutoSpeculator.from_name("suffix", target=model, store=True)
     for _ in range(2):
@@ -117,7 +117,7 @@ class TestRecycledRows:
         tree = HostTree([tokens], [parents])
         session.observe_choices(Choices([0], tree, torch.tensor([followers]), torch.tensor([probs])))
 
-    def test_also_of_nodes_that_were_wrong(self):
+    def test_recycled_rows_include_rejected_nodes(self):
         text = [50, 60, 3]
         session = start(drafter(), text)
         assert session.num_choices == 32
@@ -135,7 +135,7 @@ class TestRecycledRows:
         self.told(session, [3, 3, 3], [-1, 0, -2], [[1], [2], [4]], [[1.0]] * 3)
         assert draft(session, text, max_depth=1)[0][0] == [3, 2]
 
-    def test_they_go_to_other_requests_with_a_store_only(self):
+    def test_recycled_rows_reach_other_requests_through_a_store_only(self):
         text = [50, 60, 3]
         for store in (False, True):
             owner = drafter(store=store)
@@ -146,7 +146,7 @@ class TestRecycledRows:
                 owner.store.clear()
                 assert draft(start(owner, text), text, max_depth=1)[0][0] == [3]
 
-    def test_beside_another_drafter(self, tiny_model):
+    def test_combined_session_asks_for_the_choices_of_suffix(self, tiny_model):
         speculator = AutoSpeculator.from_name("combined", target=tiny_model(), parts=["suffix", "prompt_lookup"])
         session = speculator.drafter.start(DraftRequest(target=tiny_model(), input_ids=torch.tensor([[1, 2, 3]])))
         assert session.num_choices == 32
@@ -175,7 +175,7 @@ def test_sampled_drafts_are_what_the_noise_will_choose():
             assert sum(found.values()) <= 1.0001
 
 
-def test_tokens_that_are_not_named_run_in_the_race():
+def test_race_lets_unnamed_tokens_win_by_their_probability():
     """The likelier one wins as often as is told. False alarms: 6e-5 (4 standard deviations)."""
     torch.manual_seed(1)
     wins, told, count = 0, 0.0, 2000
@@ -190,7 +190,7 @@ def test_tokens_that_are_not_named_run_in_the_race():
 
 
 class TestBadInput:
-    def test_a_store_that_is_none(self):
+    def test_options_refuse_a_store_of_another_type(self):
         with pytest.raises(ValueError, match="store is True, False or a SuffixStore, got str"):
             SuffixOptions(store="path")  # type: ignore[arg-type]
 
@@ -204,7 +204,7 @@ class TestBadInput:
             ([[1], [VOCAB_SIZE]], "corpus text 1 has token 100, the target has 0 to 99"),
         ],
     )
-    def test_corpora(self, corpus, message):
+    def test_drafter_refuses_a_corpus_that_it_cannot_read(self, corpus, message):
         with pytest.raises(SpeculateError, match=message):
             drafter(corpus=corpus)
 

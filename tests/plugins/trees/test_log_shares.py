@@ -39,7 +39,7 @@ def test_kernels_find_what_pytorch_finds(interpreted, monkeypatch, shape, count,
     assert torch.equal(columns, where)
 
 
-def test_scores_of_no_use_give_columns_that_exist(interpreted):
+def test_log_shares_of_unusable_scores_name_existing_columns(interpreted):
     scores = scores_of(4, 1100)
     scores[0], scores[1], scores[2, :1098], scores[3, 5] = -torch.inf, torch.nan, -torch.inf, torch.nan
     values, columns = log_shares(scores, 4)
@@ -49,7 +49,7 @@ def test_scores_of_no_use_give_columns_that_exist(interpreted):
     assert values[[1, 3]].isnan().all()
 
 
-def test_they_take_part_where_they_can(monkeypatch, interpreted):
+def test_log_shares_use_the_kernel_where_it_fits(monkeypatch, interpreted):
     scores = scores_of(1, 40)
     assert top_shares.takes(scores, 16)
     assert not top_shares.takes(scores, 17)
@@ -60,7 +60,7 @@ def test_they_take_part_where_they_can(monkeypatch, interpreted):
     log_shares(scores, 4)
 
 
-def test_they_compile_for_a_gpu(monkeypatch, tmp_path):
+def test_kernels_compile_for_a_gpu(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     top_shares._kernels.cache_clear()
@@ -74,7 +74,7 @@ def test_they_compile_for_a_gpu(monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [5, 4096, 32000, 151936])
-def test_on_a_gpu_they_are_those_of_a_cpu(width):
+def test_kernels_on_a_gpu_equal_those_of_a_cpu(width):
     scores = scores_of(2, 3, width)
     for found, expected in zip(log_shares(scores.cuda(), 5), reference(scores, 5), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)

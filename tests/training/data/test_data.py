@@ -60,7 +60,7 @@ def documents_of(records: Sequence[dict], tokenizer, write_lines, **options):
 
 
 @pytest.mark.parametrize("template", [None, MARKED], ids=["plain", "marked"])
-def test_chat_counts_answers_and_their_end_only(byte_tokenizer, template):
+def test_loss_mask_of_a_chat_counts_answers_and_their_end_only(byte_tokenizer, template):
     byte_tokenizer.chat_template = template or byte_tokenizer.chat_template
     (document,) = encode(byte_tokenizer, {"messages": CHAT})
     assert byte_tokenizer.decode(document.input_ids) == byte_tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -68,7 +68,7 @@ def test_chat_counts_answers_and_their_end_only(byte_tokenizer, template):
     assert parts == ["yes<|im_end|>", "no\n<|im_end|>"], "the newline behind an end-of-turn token is not emitted"
 
 
-def test_prompt_is_what_generate_is_given(byte_tokenizer):
+def test_prompt_of_a_document_equals_the_templates_prompt(byte_tokenizer):
     """Up to the first token that counts, a document is the prompt of that answer, token by token."""
     (document,) = encode(byte_tokenizer, {"messages": CHAT})
     prompt = byte_tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True)["input_ids"]
@@ -91,11 +91,11 @@ def test_prompt_is_what_generate_is_given(byte_tokenizer):
     ],
     ids=["messages", "sharegpt", "prompt-completion", "arrow-nulls", "text-parts", "open-end"],
 )
-def test_forms_of_a_conversation_are_one(byte_tokenizer, record):
+def test_encode_reads_every_form_of_a_conversation(byte_tokenizer, record):
     assert encode(byte_tokenizer, record) == encode(byte_tokenizer, {"messages": CHAT})
 
 
-def test_texts(byte_tokenizer):
+def test_encode_reads_texts_and_completions(byte_tokenizer):
     (plain,) = encode(byte_tokenizer, {"text": "abc"})
     assert emitted(byte_tokenizer, plain) == "abc<|im_end|>"
     (completion,) = encode(byte_tokenizer, {"prompt": "ab", "completion": "cd"})
@@ -106,7 +106,7 @@ def test_texts(byte_tokenizer):
     assert chat == encode(byte_tokenizer, {"messages": CHAT[:2]})[0]
 
 
-def test_tokens_as_they_are(byte_tokenizer):
+def test_encode_keeps_given_tokens_and_masks(byte_tokenizer):
     for mask in (
         {"loss_mask": [0, 1, 1]},
         {"assistant_masks": [0, 1, 1]},
@@ -120,7 +120,7 @@ def test_tokens_as_they_are(byte_tokenizer):
         read_record({"input_ids": [7, 8], "labels": [1]})
 
 
-def test_template_that_rewrites_history(byte_tokenizer):
+def test_encode_refuses_templates_that_rewrite_history(byte_tokenizer):
     byte_tokenizer.chat_template = REWRITING
     with pytest.raises(SpeculateError, match="turns='separate'"):
         encode(byte_tokenizer, {"messages": CHAT})
@@ -130,7 +130,7 @@ def test_template_that_rewrites_history(byte_tokenizer):
     assert emitted(byte_tokenizer, second).strip(".") == "no\n<|im_end|>"
 
 
-def test_template_that_hides_where_an_answer_begins(byte_tokenizer):
+def test_encode_refuses_templates_that_hide_where_an_answer_begins(byte_tokenizer):
     byte_tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'X' if add_generation_prompt }}"
     )
@@ -138,13 +138,13 @@ def test_template_that_hides_where_an_answer_begins(byte_tokenizer):
         encode(byte_tokenizer, {"messages": CHAT})
 
 
-def test_chat_without_a_template(byte_tokenizer, write_lines):
+def test_prepare_data_refuses_chats_without_a_template(byte_tokenizer, write_lines):
     byte_tokenizer.chat_template = None
     with pytest.raises(SpeculateError, match=r"no chat template.*set tokenizer.chat_template"):
         documents_of([{"messages": CHAT}], byte_tokenizer, write_lines)
 
 
-def test_no_assistant_tokens(byte_tokenizer, write_lines):
+def test_prepare_data_refuses_data_without_assistant_tokens(byte_tokenizer, write_lines):
     with pytest.raises(SpeculateError, match=r"of the 3 documents .* none can be used: 3 dropped, no assistant tokens"):
         documents_of([{"messages": CHAT[:1]}] * 3, byte_tokenizer, write_lines)
 
@@ -174,7 +174,7 @@ def test_unusable_records_are_counted_not_fatal(byte_tokenizer, write_lines):
     }
 
 
-def test_empty_data(byte_tokenizer, tmp_path):
+def test_prepare_data_refuses_empty_and_unknown_files(byte_tokenizer, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     with pytest.raises(SpeculateError, match="no records"):
@@ -196,7 +196,7 @@ def test_empty_data(byte_tokenizer, tmp_path):
         ("split", ["abcdef", "ghij<|im_end|>", "x"], {}),
     ],
 )
-def test_longer_than_max_length(byte_tokenizer, write_lines, long, texts, notes):
+def test_prepare_data_truncates_drops_or_splits_long_documents(byte_tokenizer, write_lines, long, texts, notes):
     records = [{"text": "abcdefghij"}, {"text": "x"}]
     data = documents_of(records, byte_tokenizer, write_lines, max_length=6, long=long)
     found = [byte_tokenizer.decode(ids) for ids in data.train["input_ids"]]
@@ -204,7 +204,7 @@ def test_longer_than_max_length(byte_tokenizer, write_lines, long, texts, notes)
     assert data.report.notes == notes
 
 
-def test_longer_than_the_context(byte_tokenizer, write_lines):
+def test_prepare_data_refuses_a_max_length_above_the_context(byte_tokenizer, write_lines):
     config = LlamaConfig(vocab_size=300, max_position_embeddings=32)
     path = write_lines([{"text": "x" * 100}])
     with pytest.raises(SpeculateError, match="max_length=64 was asked for, but the target's context is 32 tokens"):
@@ -212,7 +212,7 @@ def test_longer_than_the_context(byte_tokenizer, write_lines):
     assert prepare_data(path, byte_tokenizer, target_config=config).train["length"][0] == 32
 
 
-def test_tokens_of_another_vocabulary(byte_tokenizer, write_lines):
+def test_prepare_data_refuses_tokens_outside_the_vocabulary(byte_tokenizer, write_lines):
     with pytest.raises(SpeculateError, match="record 1 holds token 400, but the target's vocabulary has 300"):
         prepare_data(
             write_lines([{"input_ids": [5, 6]}, {"input_ids": [5, 400]}]),
@@ -221,7 +221,7 @@ def test_tokens_of_another_vocabulary(byte_tokenizer, write_lines):
         )
 
 
-def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
+def test_prepare_data_reads_every_kind_of_file(byte_tokenizer, tmp_path, write_lines):
     """json, jsonl, parquet, text, folders, patterns and saved datasets hold the same documents."""
     texts = ["one", "two three", "four"]
     table = datasets.Dataset.from_dict({"text": texts})
@@ -245,7 +245,7 @@ def test_kinds_of_files(byte_tokenizer, tmp_path, write_lines):
 
 
 @pytest.mark.parametrize("form", ["torch", "numpy"])
-def test_datasets_that_are_read_as_tensors(tmp_path, form):
+def test_load_records_turns_tensors_into_lists(tmp_path, form):
     """`speculators` saves its data this way; for us records are lists."""
     records = datasets.Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 1]]}).with_format(form)
     records.save_to_disk(tmp_path / "saved")

@@ -99,7 +99,7 @@ def test_tools_reach_the_template(byte_tokenizer, write_lines, as_text):
     assert "tools" not in plain
 
 
-def test_llama_factory(byte_tokenizer, write_lines):
+def test_llama_factory_records_are_read(byte_tokenizer, write_lines):
     """ShareGPT with `system`, calls as texts, and what tools answer."""
     byte_tokenizer.chat_template = TOOL_TEMPLATE
     turns = [
@@ -128,7 +128,7 @@ def test_llama_factory(byte_tokenizer, write_lines):
     ],
     ids=range(5),
 )
-def test_tools_that_cannot_be_read_are_the_records_fault(change):
+def test_read_record_refuses_broken_tools(change):
     with pytest.raises(RecordError):
         read_record({"messages": [{"role": "assistant", "content": "a"}]} | change)
 
@@ -143,7 +143,7 @@ MISTRAL = (
 
 
 @pytest.mark.parametrize("turns", ["together", "separate"])
-def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
+def test_system_message_moved_by_the_template_skips_the_record(byte_tokenizer, write_lines, turns):
     """The run goes on: the record is skipped, or, turn by turn, is the prompt of `generate` with its answer."""
     byte_tokenizer.chat_template = MISTRAL
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -170,7 +170,7 @@ def test_a_system_message_that_moves(byte_tokenizer, write_lines, turns):
     ],
     ids=["latin-1", "broken line", "other columns", "no parquet"],
 )
-def test_files_that_are_not_as_they_should_be(byte_tokenizer, tmp_path, files, message):
+def test_prepare_data_reports_broken_files(byte_tokenizer, tmp_path, files, message):
     folder = tmp_path / "data"
     folder.mkdir()
     for name, content in files.items():

@@ -50,7 +50,7 @@ from .block_cases import (
         ("dflash-deepspec", DFlashMethod, BlockTrainingOptions(l1_weight=1.0)),
     ],
 )
-def test_golden_vectors_of_deepspec(golden_root, folder, kind, options):
+def test_loss_equals_deepspecs_golden_vectors(golden_root, folder, kind, options):
     vectors = load_file(golden_root / folder / "vectors.safetensors")
     meta = json.loads((golden_root / folder / "meta.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(golden_root / meta["target"], dtype=torch.float32).eval()
@@ -151,7 +151,7 @@ class TestBlocks:
 
 class TestWhatABlockSees:
     @pytest.mark.parametrize("name", SHAPES)
-    def test_all_at_once_is_one_at_a_time(self, name):
+    def test_blocks_of_a_row_equal_each_block_alone(self, name):
         made = method(name)
         batch = packed([8, 5, -2], [6, 9])
         states = states_of(made, batch)
@@ -163,7 +163,7 @@ class TestWhatABlockSees:
             torch.testing.assert_close(together[row, column], expected[made.head.spec.first_slot :], rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("name", ["dflash", "windows"])
-    def test_nothing_at_or_behind_its_anchor_and_nothing_of_other_documents(self, name):
+    def test_block_sees_only_features_before_its_anchor_in_its_document(self, name):
         made = method(name)
         batch = packed([7, 8, -3])
         states, blocks = states_of(made, batch), all_blocks(made, batch)
@@ -180,7 +180,7 @@ class TestWhatABlockSees:
                 assert (by > 1e-3) == sees, (changed, anchor)
                 assert sees or by < 1e-12
 
-    def test_no_tokens_of_the_text_but_the_anchor(self):
+    def test_block_sees_the_token_of_its_anchor_only(self):
         made = method()
         batch = packed([12])
         states, blocks = states_of(made, batch), all_blocks(made, batch)
@@ -189,7 +189,7 @@ class TestWhatABlockSees:
         moved = (made.run(batch, states, blocks) - made.run(other, states, blocks)).abs().amax((2, 3))[0]
         assert [anchor for anchor, by in enumerate(moved.tolist()) if by < 1e-12] == [4]
 
-    def test_packed_is_alone_and_padding_does_not_matter(self):
+    def test_loss_of_packed_documents_equals_documents_alone(self):
         """The same blocks, hence the same loss but for the divisor; no gradient from what is padded."""
         made = method(decay=None)
         together = packed([7, 8, -3])
@@ -217,7 +217,7 @@ class TestLossAgainstLoops:
             ("dflash", False, {"ce_weight": 0.0, "l1_weight": 1.0, "decay": 2.0}),
         ],
     )
-    def test_value_and_gradients(self, name, truncated, options, in_parts, monkeypatch):
+    def test_loss_and_gradients_equal_loops(self, name, truncated, options, in_parts, monkeypatch):
         made = method(name, truncated=truncated, **options)
         if in_parts:  # of three proposals, made anew in the backward
             monkeypatch.setattr(slots_module, "CHUNK_BYTES", 4 * 8 * made.head.spec.draft_vocab_size * 3)
@@ -230,7 +230,7 @@ class TestLossAgainstLoops:
         assert_same_gradients(made, output.loss, expected, rtol=1e-5)
 
     @pytest.mark.parametrize("truncated", [False, True])
-    def test_accuracy_and_loss_by_depth(self, truncated):
+    def test_metrics_by_depth_equal_loops(self, truncated):
         made = method("dspark", truncated=truncated)
         batch = packed([8, 5, -2], [6, 9])
         metrics = run(made, batch).metrics
@@ -255,7 +255,7 @@ class TestLossAgainstLoops:
             ]
             assert float(metrics[f"loss_{k}"]) == pytest.approx(float(sum(each).detach()) / len(mine), rel=1e-5)
 
-    def test_nothing_to_learn(self):
+    def test_loss_of_masked_documents_is_zero(self):
         for made in (method(), method(truncated=True)):
             batch = packed([7, 8, -3])
             batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])

@@ -75,7 +75,7 @@ class TestShapes:
         ("depth", "layers"),
         [(1, (0,)), (2, (0, 1)), (5, (2, 3, 4)), (6, (2, 3, 4)), (28, (2, 14, 26)), (36, (2, 18, 34))],
     )
-    def test_the_layers_that_are_read(self, depth, layers):
+    def test_new_block_reads_layers_by_the_targets_depth(self, depth, layers):
         """z-lab's rule holds from 6 layers on: outputs 1 to L - 3, whose hidden states have one more."""
         model = build_tiny_model(num_layers=depth)
         assert new_block(model, DFlashShape(num_layers=1)).spec.feature_layers == layers
@@ -91,7 +91,7 @@ class TestShapes:
             (DSparkShape(), True, "speculators"),
         ],
     )
-    def test_a_layout_that_can_say_it(self, shape, truncated, dialect):
+    def test_new_block_has_a_layout_that_can_express_it(self, shape, truncated, dialect):
         model, ids = target(torch.float32), KEPT if truncated else None
         kind = DSparkMethod if isinstance(shape, DSparkShape) else DFlashMethod
         made = kind(new_block(model, shape, ids), model, ids)
@@ -125,7 +125,7 @@ class TestWhatIsRefused:
             ({"name": "dflash", "head": {"feature_layers": []}}, "feature_layers must name at least one"),
         ],
     )
-    def test_in_recipes(self, section, message):
+    def test_build_method_refuses_impossible_head_sections(self, section, message):
         with pytest.raises(RecipeError, match=message):
             build_method(read_section(MethodSection, section, "method"), target(torch.float32), data=None)
 
@@ -136,11 +136,11 @@ class TestWhatIsRefused:
             (DFlashShape(mask_token_id=VOCAB), f"mask token of this dflash head is {VOCAB}"),
         ],
     )
-    def test_what_the_target_has_not(self, shape, message):
+    def test_new_block_refuses_layers_and_tokens_that_the_target_lacks(self, shape, message):
         with pytest.raises(TargetMismatchError, match=message):
             new_block(target(), shape)
 
-    def test_a_dflash2_head(self, golden_root):
+    def test_from_folder_refuses_a_dflash2_head(self, golden_root):
         folder = golden_root / "dflash2-zlab-base"
         meta = json.loads((folder / "meta.json").read_text())
         model = AutoModelForCausalLM.from_pretrained(golden_root / meta["target"])
@@ -203,7 +203,7 @@ class TestLearning:
             warm_block(tmp_path / "head", target(torch.float32))
 
     @pytest.mark.parametrize("truncated", [False, True])
-    def test_saved_and_gone_on_from(self, tmp_path, truncated):
+    def test_saved_head_continues_training(self, tmp_path, truncated):
         model = target(torch.float32)
         made = method("dspark", torch.float32, truncated=truncated)
         made.save(tmp_path / "head", model)

@@ -79,7 +79,7 @@ def run(method: Eagle3Method, batch: Batch):
 
 
 class TestEntries:
-    def test_against_loops(self):
+    def test_counted_entries_equal_loops(self):
         batch = packed([9, 6, -3], [4, 14], masked=0.2)
         batch["loss_mask"][:, 2:6] = batch["loss_mask"][:, 8:11] = True  # across the edges of the documents
         mask, documents = batch["loss_mask"].tolist(), batch["document_ids"].tolist()
@@ -93,7 +93,7 @@ class TestEntries:
                     assert bool(counted[step, row, i]) == expected, (step, row, i)
         assert counted.any(-1).any(-1).all()
 
-    def test_labels_and_teachers(self):
+    def test_entries_have_labels_and_teacher_rows(self):
         batch = packed([9, 6, -3], [4, 14], masked=0.2)
         entries = Entries.of(batch, STEPS, torch.device("cpu"))
         needed = entries.teacher_positions.nonzero().tolist()
@@ -105,11 +105,11 @@ class TestEntries:
             assert needed[int(entries.teacher_row[e])] == [row, i + 1 + step]
         assert {int(r) for r in entries.teacher_row} == set(range(len(needed))), "no teacher is made in vain"
 
-    def test_rows_shorter_than_the_steps(self):
+    def test_counted_entries_leave_out_steps_past_the_row(self):
         assert not counted_entries(packed([1, 1], [2]), 5).any()
         assert counted_entries(packed([3]), 5).sum() == 1
 
-    def test_weights(self):
+    def test_entries_weights_decay_by_step(self):
         entries = Entries.of(packed([9, 6, -3], [4, 14], masked=0.2), STEPS, torch.device("cpu"))
         weights = entries.weights(0.5)
         for step in range(STEPS):
@@ -178,7 +178,7 @@ class TestLossAgainstRecomputation:
             ("two layers, window", {"checkpoint_steps": True}),
         ],
     )
-    def test_value_and_gradients(self, shape, options):
+    def test_loss_and_gradients_equal_recomputation(self, shape, options):
         made = method(shape, **options)
         batch = packed([8, 5, -2], [6, 9], masked=0.1)
         output = run(made, batch)
@@ -216,7 +216,7 @@ class TestDocuments:
             assert (a[0, :6] - b[0, :6]).abs().max() > 1e-3
 
     @pytest.mark.parametrize("shape", ["plain", "two layers, window"])
-    def test_packed_is_alone(self, shape):
+    def test_loss_of_packed_documents_equals_documents_alone(self, shape):
         """The same loss, and nothing learnt from padding or across an edge."""
         made = method(shape)
         together = packed([7, 8, -3])
@@ -226,7 +226,7 @@ class TestDocuments:
         torch.testing.assert_close(loss * 15, alone[0] * 7 + alone[1] * 8, rtol=1e-7, atol=0)  # weights are fp32
         assert_same_gradients(made, loss * 15, alone[0] * 7 + alone[1] * 8)
 
-    def test_nothing_to_learn(self):
+    def test_loss_of_masked_documents_is_zero(self):
         made = method()
         batch = packed([7, 8, -3])
         batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
@@ -238,7 +238,7 @@ class TestDecodingComputesTheSame:
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-    def test_every_step_of_every_entry(self, shape, dtype):
+    def test_unrolled_steps_equal_drafting(self, shape, dtype):
         made = method(shape, dtype).eval()
         model = target(dtype=dtype)
         batch = packed([14])
@@ -322,7 +322,7 @@ class TestEagle3Heads:
         assert own.embed_tokens.weight.requires_grad
         assert all(p.dtype == torch.float32 and p.requires_grad for p in own.parameters())
 
-    def test_layers(self):
+    def test_new_eagle3_chooses_or_checks_feature_layers(self):
         assert new_eagle3(small_target()).spec.feature_layers == (1, 2, 2), "of two layers there are no three"
         assert new_eagle3(small_target(), Eagle3Shape(feature_layers=(0, 2))).spec.num_features == 2
         with pytest.raises(TargetMismatchError, match="2 layers"):
@@ -353,7 +353,7 @@ class TestEagle3Heads:
 
     @pytest.mark.parametrize("layout", ["speculators", "specforge"])
     @pytest.mark.parametrize("shape", [{}, {"own_embeddings": True}])
-    def test_saved_and_loaded_by_everyones_path(self, tmp_path, layout, shape):
+    def test_saved_head_is_loaded_by_from_pretrained(self, tmp_path, layout, shape):
         model = small_target()
         layers = (0 if layout == "speculators" else 1, 1, 2)
         head = new_eagle3(model, Eagle3Shape(feature_layers=layers, **shape), SOME)
@@ -384,7 +384,7 @@ class TestEagle3Heads:
 
 
 class TestEagle1:
-    def test_loss_against_loops(self):
+    def test_eagle1_loss_equals_loops(self):
         model = small_target(torch.float64)
         torch.manual_seed(1)
         head = new_eagle1(model).double()
@@ -409,7 +409,7 @@ class TestEagle1:
 
 
 class TestDraftVocabulary:
-    def test_the_most_frequent_then_the_lowest(self):
+    def test_draft_vocabulary_takes_the_most_frequent_then_the_lowest(self):
         batch = row(8)
         batch["input_ids"] = torch.tensor([[7, 7, 7, 50, 50, 3, 90, 90]])
         batch["loss_mask"][0, 5:] = False

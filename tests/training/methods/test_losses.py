@@ -89,7 +89,7 @@ class Problem:
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("truncated", [True, False])
-def test_value_and_gradients_against_loops(form, kind, truncated):
+def test_loss_and_gradients_equal_loops(form, kind, truncated):
     problem = Problem(truncated=truncated)
     result, grads = problem.run(form, kind)
     loss, expected_grads, each, best = problem.by_hand(kind)
@@ -102,7 +102,7 @@ def test_value_and_gradients_against_loops(form, kind, truncated):
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 @pytest.mark.parametrize("form", FORMS)
-def test_no_entries(form, kind):
+def test_loss_without_entries_is_zero(form, kind):
     result, grads = Problem(entries=0).run(form, kind)
     assert result.loss.item() == 0
     assert all((grad == 0).all() for grad in grads)
@@ -175,7 +175,7 @@ class Called(nn.Module):
 
 class TestTeacher:
     @pytest.mark.parametrize("truncated", [True, False])
-    def test_columns_and_argmax(self, truncated, monkeypatch):
+    def test_teacher_computes_columns_and_argmax(self, truncated, monkeypatch):
         monkeypatch.setattr("hf_speculate_training.methods.losses._BLOCK", POSITIONS * 10)
         problem = Problem(truncated=truncated)
         logits = problem.hidden @ problem.lm_head.weight.T
@@ -184,7 +184,7 @@ class TestTeacher:
         torch.testing.assert_close(problem.teacher.read(problem.hidden).columns(3, 21), expected[:, 3:21])
 
     @pytest.mark.parametrize("truncated", [True, False])
-    def test_an_output_layer_that_can_only_be_called(self, truncated, monkeypatch):
+    def test_teacher_calls_output_layers_without_a_weight_in_blocks(self, truncated, monkeypatch):
         monkeypatch.setattr("hf_speculate_training.methods.losses._BLOCK", 3 * (VOCAB + 12))
         problem = Problem(truncated=truncated)
         called = Called(problem.lm_head)
@@ -194,7 +194,7 @@ class TestTeacher:
         torch.testing.assert_close(ours.columns(3, 21), theirs.columns(3, 21))
         assert called.widest == 3, "blocks of rows, never all at once"
 
-    def test_draft_columns_of_tokens(self):
+    def test_to_draft_maps_tokens_to_draft_columns(self):
         problem = Problem()
         for token, column in enumerate(problem.teacher.to_draft(torch.arange(VOCAB + 12)).tolist()):
             known = problem.target_ids.tolist()

@@ -97,7 +97,7 @@ def slow_loss(method: MedusaMethod, batch: Batch, decay: float = 0.8):
 class TestLossAgainstLoops:
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("soft", [False, True])
-    def test_value_and_gradients(self, shape, soft):
+    def test_loss_and_gradients_equal_loops(self, shape, soft):
         made = method(shape, soft=soft)
         batch = packed([8, 5, -2], [6, 9], masked=0.1)
         output = made(batch, states_of(made, batch))
@@ -107,7 +107,7 @@ class TestLossAgainstLoops:
         assert [float(output.metrics[f"accuracy_{k}"]) for k in range(HEADS)] == pytest.approx(accuracies)
 
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_nothing_to_learn(self, shape):
+    def test_loss_of_masked_documents_is_zero(self, shape):
         made = method(shape)
         batch = packed([7, 8, -3])
         batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
@@ -117,7 +117,7 @@ class TestLossAgainstLoops:
 class TestDecodingComputesTheSame:
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-6)], ids=str)
-    def test_logits_at_every_token(self, shape, dtype, tolerance):
+    def test_training_logits_equal_drafting(self, shape, dtype, tolerance):
         made, target = method(shape, dtype), build_tiny_model(dtype=dtype)
         batch = packed([14])
         tokens, hidden = batch["input_ids"], states_of(made, batch, dtype).last_hidden
@@ -160,7 +160,7 @@ class TestLearning:
             expected = expected[:, KEPT] if shape == "truncated" else expected
             torch.testing.assert_close(logits, expected.expand(HEADS, -1, -1))
 
-    def test_warm_start(self, tmp_path):
+    def test_saved_heads_continue_training(self, tmp_path):
         target = build_tiny_model()
         made = method("own", torch.float32)
         made.drafter(target).save_pretrained(tmp_path)

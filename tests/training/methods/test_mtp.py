@@ -29,7 +29,7 @@ def native(tmp_path):
     return load_target(write_target(tmp_path / "base", "glm4_moe"))
 
 
-def test_it_begins_with_the_targets_own_layer_or_a_new_one(native):
+def test_method_starts_with_the_targets_layer_or_a_new_one(native):
     own = MtpDrafter.for_target(native).head
     assert torch.equal(method_for(native).head.fc.weight, own.fc.weight)
     for family in ("llama", "qwen2"):

@@ -118,7 +118,7 @@ def target(saved_target):
     return AutoModelForCausalLM.from_pretrained(saved_target).eval()
 
 
-def test_it_learns(trained):
+def test_third_party_method_learns(trained):
     _, folder = trained
     history = json.loads((folder / "checkpoint-60" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
@@ -130,7 +130,7 @@ def test_it_learns(trained):
     assert found["recipe"]["method"]["options"] == {"steps": 2}
 
 
-def test_what_it_wrote_drafts_losslessly(trained, target):
+def test_third_party_head_drafts_losslessly(trained, target):
     _, folder = trained
     speculator = AutoSpeculator.from_pretrained(folder, target=target)
     assert speculator.drafter.name == "recurrent"
@@ -141,7 +141,7 @@ def test_what_it_wrote_drafts_losslessly(trained, target):
     check_drafter(speculator.drafter, target, prompts, max_new_tokens=8)
 
 
-def test_it_is_gone_on_from(trained, target, tmp_path):
+def test_third_party_head_continues_training(trained, target, tmp_path):
     values, folder = trained
     again = {
         **values,

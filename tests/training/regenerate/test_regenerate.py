@@ -57,7 +57,7 @@ def raise_end_logit(target, factor: float) -> None:
         target.lm_head.weight[END] *= factor
 
 
-def test_answers_are_the_targets_own(target, byte_tokenizer, tmp_path):
+def test_regenerate_writes_the_targets_answers(target, byte_tokenizer, tmp_path):
     raise_end_logit(target, 2.5)
     output = tmp_path / "out.jsonl"
     report = run(target, byte_tokenizer, chats(10), output)
@@ -138,7 +138,7 @@ def test_plain_texts_are_continued(target, byte_tokenizer, tmp_path):
     assert sorted(line["id"] for line in lines_of(tmp_path / "pieces.jsonl")) == ["0.0", "0.1", "0.2", "1.0"]
 
 
-def test_prompts_of_other_forms(target, byte_tokenizer, tmp_path, write_lines):
+def test_regenerate_reads_every_form_of_a_prompt(target, byte_tokenizer, tmp_path, write_lines):
     """Only a prompt; a prompt as a chat; tokens with a mask."""
     forms = [({"prompt": "abc"}, {}, False), ({"question": "abc"}, {"columns": {"prompt": "question"}}, True)]
     for number, (record, named, chat) in enumerate(forms):
@@ -179,7 +179,7 @@ def test_cut_anywhere_and_resumed_it_is_the_same_file(target, byte_tokenizer, tm
         assert report.num_found + report.num_written == 6
 
 
-def test_command(target, byte_tokenizer, tmp_path, write_lines):
+def test_regenerate_command_writes_a_file_once(target, byte_tokenizer, tmp_path, write_lines):
     """From files to a file; told twice, it does nothing more."""
     target.save_pretrained(tmp_path / "model")
     byte_tokenizer.save_pretrained(tmp_path / "model")
@@ -282,7 +282,7 @@ def test_full_disk_keeps_what_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["folder", "/dev/full", "file/out.jsonl", "loop"])
-def test_outputs_that_cannot_be(tmp_path, place):
+def test_journal_refuses_outputs_that_cannot_be_written(tmp_path, place):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "loop").symlink_to("loop")
@@ -316,7 +316,7 @@ def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path, line, said):
 @pytest.mark.parametrize(
     "options", [{"temperature": float("nan")}, {"temperature": 1e-308}, {"temperature": -1.0}, {"top_p": float("nan")}]
 )
-def test_settings_that_nothing_can_be_sampled_with(options):
+def test_options_refuse_impossible_temperature_and_top_p(options):
     with pytest.raises(SpeculateError, match=r"temperature .*: possible are 0|top_p must be between 0 and 1"):
         RegenerateOptions(**options)
 

@@ -42,7 +42,7 @@ def drawn(target, tokenizer, output, options=OPTIONS, **arguments):
 
 
 class TestSelfPrompts:
-    def test_they_stand_where_a_user_speaks(self, target, byte_tokenizer, tmp_path):
+    def test_self_prompts_are_written_in_the_users_turn(self, target, byte_tokenizer, tmp_path):
         """The target is given the template up to the user's message; what it writes up to the turn's end is kept."""
         records, dropped = drawn(target, byte_tokenizer, tmp_path / "drawn.jsonl")
         lines = list(read_lines(tmp_path / "drawn.jsonl"))
@@ -82,7 +82,7 @@ class TestSelfPrompts:
         with pytest.raises(SpeculateError, match="must be sampled"):
             drawn(target, byte_tokenizer, tmp_path / "drawn.jsonl", RegenerateOptions(temperature=0.0))
 
-    def test_command(self, target, byte_tokenizer, tmp_path, write_lines):
+    def test_regenerate_command_writes_self_prompts_once(self, target, byte_tokenizer, tmp_path, write_lines):
         """Questions and answers from nothing; told twice, it does nothing more."""
         target.save_pretrained(tmp_path / "model")
         byte_tokenizer.save_pretrained(tmp_path / "model")
@@ -116,10 +116,10 @@ class TestEndlessTexts:
             ([*range(20)] * 2 + [*range(30, 70)], False),
         ],
     )
-    def test_what_counts(self, tokens, is_endless):
+    def test_repeats_itself_finds_long_cycles(self, tokens, is_endless):
         assert repeats_itself(tokens) == is_endless
 
-    def test_nobody_learns_them(self, tiny_model, byte_tokenizer, tmp_path):
+    def test_endless_answers_are_noted_and_not_trained_on(self, tiny_model, byte_tokenizer, tmp_path):
         """They are noted, so that a run that goes on does not write them again; training leaves them out."""
         target = copy.deepcopy(tiny_model(vocab_size=len(byte_tokenizer)))
         with torch.no_grad():  # the next token depends on the last one alone: sooner or later they are a circle
@@ -159,12 +159,12 @@ class TestHeldOut:
             ("", False),
         ],
     )
-    def test_words_in_a_row(self, text, is_like):
+    def test_is_like_finds_eight_words_in_a_row(self, text, is_like):
         assert self.HELD_OUT.is_like(Plain(text)) == is_like
         chat = Chat(({"role": "user", "content": text}, {"role": "assistant", "content": "Sort a list."}))
         assert self.HELD_OUT.is_like(chat) == is_like, "answers are not looked at"
 
-    def test_no_record_like_them_is_answered(self, tiny_model, byte_tokenizer, tmp_path):
+    def test_regenerate_skips_records_like_held_out_prompts(self, tiny_model, byte_tokenizer, tmp_path):
         target = tiny_model(vocab_size=len(byte_tokenizer))
         records = Dataset.from_dict({"prompt": ["sort a list", "another prompt"]})
         report = regenerate(

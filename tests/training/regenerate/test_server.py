@@ -54,7 +54,7 @@ def lines_of(path) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("returns_tokens", [True, False])
-def test_chats(server, tmp_path, returns_tokens):
+def test_server_engine_answers_chats(server, tmp_path, returns_tokens):
     server.returns_tokens = returns_tokens
     report = run(server, chats(9, turns=2), tmp_path / "out.jsonl")
     lines = lines_of(tmp_path / "out.jsonl")
@@ -77,7 +77,7 @@ def test_chats(server, tmp_path, returns_tokens):
 
 
 @pytest.mark.parametrize(("returns_tokens", "takes_tokens"), [(True, True), (False, True), (False, False)])
-def test_texts(server, tmp_path, returns_tokens, takes_tokens):
+def test_server_engine_continues_texts(server, tmp_path, returns_tokens, takes_tokens):
     server.returns_tokens, server.takes_tokens = returns_tokens, takes_tokens
     run(server, TEXTS, tmp_path / "out.jsonl")
     lines = lines_of(tmp_path / "out.jsonl")
@@ -101,14 +101,14 @@ def test_sampling_is_the_servers_own_or_what_was_asked_for(server, tmp_path):
 
 
 @pytest.mark.parametrize("mishap", [500, 503, 429, "cut", "garbage", "hang"])
-def test_what_can_be_tried_again_is(server, tmp_path, mishap):
+def test_server_engine_retries_temporary_failures(server, tmp_path, mishap):
     server.mishaps = [mishap] * 2
     run(server, chats(5), tmp_path / "out.jsonl", timeout=0.5 if mishap == "hang" else 5.0)
     assert len(lines_of(tmp_path / "out.jsonl")) == 5
 
 
 @pytest.mark.parametrize("mishap", [500, "garbage"])
-def test_a_server_that_stays_broken(server, tmp_path, mishap):
+def test_server_engine_keeps_answers_of_a_server_that_breaks(server, tmp_path, mishap):
     """What was answered is there; the same command goes on."""
     answer, served = server.answer, []
 
@@ -171,7 +171,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(server, tmp_path, monkeypat
     assert all("sesame" not in path.read_text() for path in tmp_path.iterdir())
 
 
-def test_nobody_is_there(tmp_path, byte_tokenizer):
+def test_server_engine_reports_an_absent_server(tmp_path, byte_tokenizer):
     stand_in = StandIn(byte_tokenizer, answer_of)
     stand_in.url = "http://127.0.0.1:9"
     with pytest.raises(ServerError, match="gave no answer in 1 attempts"):
@@ -194,7 +194,7 @@ def test_nobody_is_there(tmp_path, byte_tokenizer):
         ({"prompt_token_ids": 5}, "prompt_token_ids: Input should be a valid array, found 5"),
     ],
 )
-def test_faults_are_named(server, tmp_path, change, said):
+def test_server_engine_names_faults_of_an_answer(server, tmp_path, change, said):
     def distort(status, content):
         reply = json.loads(content)
         reply["choices"][0] |= change

@@ -39,7 +39,7 @@ def watch(target, seen) -> None:
     attention.register_forward_pre_hook(lambda *_: seen["target"].add(cuda.cudnn_sdp_enabled()))
 
 
-def test_steps_and_evaluations_of_the_trainer(saved_target, own_texts, byte_tokenizer, tmp_path, seen):
+def test_trainer_turns_cudnn_attention_off(saved_target, own_texts, byte_tokenizer, tmp_path, seen):
     target = AutoModelForCausalLM.from_pretrained(saved_target).eval().requires_grad_(False)
     data = prepare_data(str(own_texts), byte_tokenizer, DataOptions(max_length=48))
     arguments = HeadTrainingArguments(

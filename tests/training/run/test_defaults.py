@@ -75,7 +75,7 @@ def test_target_and_data_are_enough(saved_target, own_texts, tmp_path, monkeypat
 
 
 class TestInit:
-    def test_the_file_is_the_recipe_that_would_have_been_run(self, saved_target, tmp_path):
+    def test_init_writes_the_recipe_that_would_run(self, saved_target, tmp_path):
         path = tmp_path / "recipe.yaml"
         result = run("--target", saved_target, "--data", "own.jsonl", "--method", "medusa", "--init", path)
         assert result.exit_code == 0, result.output
@@ -87,18 +87,18 @@ class TestInit:
         assert again.exit_code == 1
         assert "cannot write the recipe" in again.stderr
 
-    def test_a_shipped_one_with_its_comments(self):
+    def test_init_writes_a_shipped_recipe_with_comments(self):
         result = run("--config", "pycoder-eagle3", "--init", "-")
         assert result.stdout == (REPOSITORY / "training" / "recipes" / "pycoder-eagle3.yaml").read_text()
 
-    def test_options_that_it_would_leave_out(self, tmp_path):
+    def test_init_refuses_options_that_it_would_leave_out(self, tmp_path):
         for extra in (["--set", "a.b=c"], ["--data", "x"]):
             result = run("--config", "pycoder-eagle3", "--init", tmp_path / "x.yaml", *extra)
             assert "--init writes a recipe as it is" in result.stderr
 
 
 class TestNames:
-    def test_an_unknown_one_lists_them(self):
+    def test_read_recipe_lists_recipes_for_an_unknown_name(self):
         with pytest.raises(
             RecipeError, match=r"unknown recipe 'qwen2-0\.5b'.*mean 'qwen2-0\.5b-eagle3'.*pycoder-eagle3"
         ):
@@ -114,5 +114,5 @@ class TestNames:
         assert "cannot read the data './c'" in result.stderr
 
 
-def test_what_is_missing_is_named():
+def test_train_names_a_missing_option():
     assert "--data must be given, or a recipe with --config: a file, or one of llama" in run("--target", "x").stderr

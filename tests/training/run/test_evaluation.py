@@ -26,7 +26,7 @@ def method(target):
 PROMPTS = [torch.arange(10, 10 + n) for n in (9, 5, 7)]
 
 
-def test_it_is_the_figure_of_the_decoding_loop(target, method):
+def test_measured_acceptance_equals_the_decoding_loops(target, method):
     options = AcceptanceOptions(nodes=[6], max_new_tokens=20, batch_size=1, options={"depth": 3, "top_k": 2})
     measured = AcceptanceEvaluation(PROMPTS, options).measure(target, method)
     speculator = Speculator(method.drafter(target, max_nodes=6, depth=3, top_k=2))
@@ -50,7 +50,7 @@ def test_every_setting_has_a_name_and_the_first_one_two(target, method):
     assert min(measured.values()) >= 1
 
 
-def test_it_leaves_no_trace(target, method):
+def test_measure_leaves_no_trace(target, method):
     method.train()
     before = {name: parameter.detach().clone() for name, parameter in method.named_parameters()}
     target.generation_config.temperature = 0.3
@@ -101,7 +101,7 @@ def test_a_target_that_stops_at_once_gives_zero(target, method):
 
 
 @pytest.mark.parametrize("options", [{"nodes": []}, {"nodes": [0]}, {"temperatures": [-1.0]}])
-def test_options_that_cannot_be_measured(options):
+def test_acceptance_options_refuse_impossible_values(options):
     with pytest.raises(SpeculateError, match="evaluation"):
         AcceptanceOptions(**options)
 

@@ -215,7 +215,7 @@ class TestGguf:
             gradients.append(states.grad)
         torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-3)
 
-    def test_a_folder_another_backend_and_transformers_own_loader(self, gguf_path):
+    def test_load_target_takes_every_gguf_backend_and_names_unknown_ones(self, gguf_path):
         section: Any = {"path": str(Path(gguf_path).parent), "gguf_file": Path(gguf_path).name}
         packed: Any = load_target(TargetSection(**section, gguf_backend="dequantize"), torch.device("cpu"))
         assert packed.lm_head.backend.name == "dequantize"

@@ -75,23 +75,23 @@ def test_a_run_that_cannot_work_is_refused_before_the_first_step(refused, monkey
     refused(message, **sections)
 
 
-def test_a_tracker_that_is_not_installed(refused, monkeypatch):
+def test_train_refuses_a_missing_tracker(refused, monkeypatch):
     monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
     refused("report_to=.* cannot be used: .*pip install wandb", training={"report_to": "wandb"})
 
 
-def test_evaluation_data_of_which_no_prompt_can_be_made(refused, write_lines):
+def test_train_refuses_evaluation_data_without_prompts(refused, write_lines):
     data = write_lines([{"input_ids": [5, 6], "loss_mask": [True, True]}], "eval.jsonl")
     refused("no evaluation prompt can be made", data={"eval": str(data)}, evaluation={"prompt_tokens": 0})
 
 
-def test_prompts_without_evaluation_data(refused, write_lines):
+def test_train_refuses_prompts_without_evaluation_data(refused, write_lines):
     prompts = write_lines([{"prompt": "a b c"}], "prompts.jsonl")
     refused("evaluation.prompts are given, but no", data={"eval": None}, evaluation={"prompts": str(prompts)})
 
 
 class TestHub:
-    def test_no_permission(self, refused, hub):
+    def test_train_refuses_a_repository_without_permission(self, refused, hub):
         hub.user["auth"]["accessToken"]["role"] = "read"
         refused("may not write to me/head", target={"path": "./never-loaded"}, output={"push_to_hub": "me/head"})
 
@@ -115,11 +115,11 @@ class TestDisk:
 
         return have
 
-    def test_too_small_for_checkpoints(self, refused, free):
+    def test_train_refuses_a_disk_too_small_for_checkpoints(self, refused, free):
         free(100_000)
         refused(r"disk is too small: checkpoints and head in .* GiB \(computed\), and 0\.00 GiB are free")
 
-    def test_cache_and_checkpoints_together(self, recipe_values, free, tmp_path):
+    def test_train_adds_the_cache_to_the_needed_disk(self, recipe_values, free, tmp_path):
         """Each of them fits; and what a cache holds already is not needed again."""
         recipe_values["features"] = {"source": "cache", "folder": str(tmp_path / "features")}
         given = recipe_from(recipe_values)

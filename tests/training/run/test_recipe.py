@@ -82,7 +82,7 @@ def test_wrong_types_are_refused(recipe_values, change, message):
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1"])
-def test_files_that_are_no_recipes(tmp_path, text):
+def test_read_recipe_refuses_other_files(tmp_path, text):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError, match=r"is not (YAML|a recipe)"):
@@ -105,7 +105,7 @@ def test_files_that_are_no_recipes(tmp_path, text):
     ],
     ids=range(7),
 )
-def test_yaml_that_is_no_recipes(tmp_path, text, message):
+def test_read_recipe_refuses_yaml_that_is_no_recipe(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError, match=message):
@@ -113,7 +113,7 @@ def test_yaml_that_is_no_recipes(tmp_path, text, message):
 
 
 @pytest.mark.parametrize("override", ["training", "output.folder.x=3", "training.x={"])
-def test_overrides_that_cannot_be_read(recipe_values, tmp_path, override):
+def test_read_recipe_refuses_broken_overrides(recipe_values, tmp_path, override):
     with pytest.raises(RecipeError, match="--set"):
         read_recipe(recipe_file(recipe_values, tmp_path), [override])
 
@@ -125,17 +125,17 @@ def test_a_recipe_survives_being_written(recipe_values, tmp_path):
 
 
 class TestTrainingSection:
-    def test_unknown_argument(self, recipe_values):
+    def test_training_section_suggests_a_known_argument(self, recipe_values):
         recipe_values["training"]["leraning_rate"] = 1e-3
         with pytest.raises(RecipeError, match="Did you mean 'learning_rate'"):
             training_arguments(recipe_from(recipe_values))
 
-    def test_what_other_sections_say(self, recipe_values):
+    def test_training_section_refuses_arguments_of_other_sections(self, recipe_values):
         recipe_values["training"]["output_dir"] = "x"
         with pytest.raises(RecipeError, match=r"training\.output_dir is not set in this section but by output\.folder"):
             training_arguments(recipe_from(recipe_values))
 
-    def test_what_transformers_refuses(self, recipe_values):
+    def test_training_section_reports_what_transformers_refuses(self, recipe_values):
         recipe_values["training"]["lr_scheduler_type"] = "zigzag"
         with pytest.raises(RecipeError, match="the section training cannot be used"):
             training_arguments(recipe_from(recipe_values))
@@ -147,7 +147,7 @@ class TestTrainingSection:
             ("learning_rate", [1], "learning_rate: input should be a valid number"),
         ],
     )
-    def test_values_of_other_types(self, recipe_values, tmp_path, name, value, message):
+    def test_training_section_refuses_values_of_other_types(self, recipe_values, tmp_path, name, value, message):
         recipe_values["training"][name] = value
         with pytest.raises(RecipeError, match=message):
             training_arguments(read_recipe(recipe_file(recipe_values, tmp_path)))
@@ -186,7 +186,7 @@ class TestMethodSection:
             ({"name": "eagle3", "head": {"hidden_size": 8}, "start_from": "x"}, "start_from brings a head"),
         ],
     )
-    def test_what_a_method_does_not_have(self, recipe_values, tiny_model, method, message):
+    def test_method_section_refuses_options_of_other_methods(self, recipe_values, tiny_model, method, message):
         recipe_values["method"] = method
         with pytest.raises(RecipeError, match=message):
             build_method(recipe_from(recipe_values).method, tiny_model(), data=None)

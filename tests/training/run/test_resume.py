@@ -87,7 +87,7 @@ def test_a_torn_checkpoint_is_passed_over(long_recipe, uninterrupted, tmp_path):
     assert sessions[-1]["from_step"] == 4
 
 
-def test_nothing_to_resume(long_recipe, tmp_path):
+def test_resume_refuses_a_folder_without_a_run(long_recipe, tmp_path):
     with pytest.raises(SpeculateError, match="nothing to resume"):
         train_head(recipe_from(long_recipe(tmp_path / "fresh")), resume=True)
     assert not (tmp_path / "fresh").exists()
@@ -112,7 +112,7 @@ class TestOtherInputs:
             train_head(recipe_from(values), resume=True)
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
-    def test_another_target(self, long_recipe, folder, saved_target, tmp_path):
+    def test_resume_refuses_another_target(self, long_recipe, folder, saved_target, tmp_path):
         other = tmp_path / "other"
         shutil.copytree(saved_target, other)
         model = LlamaForCausalLM.from_pretrained(saved_target)
@@ -123,14 +123,14 @@ class TestOtherInputs:
         values["target"]["path"] = str(other)
         self.refused(values, folder, "the target is not the one that the run was started with.*fingerprint")
 
-    def test_other_data(self, long_recipe, folder, own_texts, tmp_path):
+    def test_resume_refuses_other_data(self, long_recipe, folder, own_texts, tmp_path):
         lines = Path(own_texts).read_text().splitlines()
         (tmp_path / "fewer.jsonl").write_text("\n".join(lines[:-1]))
         values = long_recipe(folder)
         values["data"]["train"] = str(tmp_path / "fewer.jsonl")
         self.refused(values, folder, "the data is not the one that the run was started with")
 
-    def test_a_cache_of_another_target(self, long_recipe, make_recipe_values, saved_target, tmp_path):
+    def test_run_refuses_a_cache_of_other_data(self, long_recipe, make_recipe_values, saved_target, tmp_path):
         values = make_recipe_values(tmp_path / "first")
         values["features"] = {"source": "cache", "folder": str(tmp_path / "features")}
         values["training"]["max_steps"] = 1

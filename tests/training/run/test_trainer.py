@@ -304,7 +304,7 @@ def test_data_that_are_held_out_measure_acceptance(saved_target, args):
         assert other.evaluation is (evaluation or None)
 
 
-def test_without_arguments_they_go_by_the_targets_size(saved_target, tmp_path, monkeypatch):
+def test_default_arguments_follow_the_targets_size(saved_target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = HeadTrainer(str(saved_target), train_dataset=CHATS)
     assert Path(trainer.args.output_dir).name == f"{saved_target.name}-eagle3"

@@ -71,7 +71,7 @@ def test_cached_batches_equal_online_ones(tiny_model, rows, tmp_path, dtype):
             assert torch.equal(fresh.features[layer][real], kept.features[layer][real]), layer
 
 
-def test_size_is_told_before_and_is_right(reader, rows, tmp_path, caplog):
+def test_write_features_announces_its_size(reader, rows, tmp_path, caplog):
     write_features(tmp_path, reader, rows, **OPTIONS)
     tokens = sum(rows.lengths)
     # Hidden states 1, RAW_LAST and the last one; three int64 and a bool a token.
@@ -83,7 +83,7 @@ def test_size_is_told_before_and_is_right(reader, rows, tmp_path, caplog):
     assert expected <= written <= expected + headers
 
 
-def test_interrupted_and_resumed_it_is_the_same(reader, rows, tmp_path):
+def test_write_features_resumes_after_an_interruption(reader, rows, tmp_path):
     """Stopped in a shard: the shards before stay as they are, and the rest is what it would have been."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     write_features(whole, reader, rows, **OPTIONS)
@@ -130,7 +130,7 @@ def test_other_target_data_or_layers_are_refused(reader, rows, tmp_path, tiny_mo
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_what_is_no_cache(tmp_path):
+def test_feature_cache_refuses_other_folders(tmp_path):
     with pytest.raises(FeatureCacheError, match=r"does not hold a feature cache: cannot read .*cache\.json"):
         FeatureCache(tmp_path)
     (tmp_path / "cache.json").write_text("{}")
@@ -157,7 +157,7 @@ def test_workers_open_files_of_their_own(reader, rows, tmp_path):
     ],
     ids=range(2),
 )
-def test_an_index_that_no_cache_writes(reader, rows, tmp_path, change, message):
+def test_feature_cache_refuses_an_impossible_index(reader, rows, tmp_path, change, message):
     write_features(tmp_path, reader, rows, **OPTIONS)
     index = json.loads((tmp_path / "cache.json").read_text())
     (tmp_path / "cache.json").write_text(json.dumps(index | change))
@@ -168,7 +168,7 @@ def test_an_index_that_no_cache_writes(reader, rows, tmp_path, change, message):
 
 
 @pytest.mark.parametrize("content", ["empty", "truncated", "no offsets", "short", "fewer rows"])
-def test_a_shard_that_does_not_hold_its_rows(reader, rows, tmp_path, content):
+def test_feature_cache_refuses_a_damaged_shard(reader, rows, tmp_path, content):
     write_features(tmp_path, reader, rows, **OPTIONS)
     path = tmp_path / "features-00001.safetensors"
     tensors = load_file(path)

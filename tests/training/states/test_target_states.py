@@ -61,7 +61,7 @@ def worst_difference(model, reader) -> float:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_packed_equals_plain(tiny_model, architecture, attention):
+def test_states_of_packed_documents_equal_documents_alone(tiny_model, architecture, attention):
     model = tiny_model(architecture, attention=attention)
     reader = TargetReader(model, LAYERS)
     assert reader.mask == "positions"
@@ -117,7 +117,7 @@ def test_documents_of_a_recurrent_target_have_rows_of_their_own():
             torch.testing.assert_close(found[row, part], alone.hidden_states[layer][0], rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_are_read(tiny_model):
+def test_target_reader_applies_adapters(tiny_model):
     base = copy.deepcopy(tiny_model())
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     _, batch = packed_batch()
@@ -162,7 +162,7 @@ def test_prompt_learning_is_refused(tiny_model):
         TargetReader(model, (1,))
 
 
-def test_16_bit_targets(tiny_model):
+def test_target_reader_packs_documents_of_16_bit_targets(tiny_model):
     """Rounding of bf16 does not look like a leak between documents."""
     model = tiny_model(dtype=torch.bfloat16, attention="sdpa")
     reader = TargetReader(model, LAYERS)
