@@ -21,6 +21,7 @@ from ..loop import (
     DepthLimits,
     Meter,
     Prompt,
+    RoundClock,
     Rows,
     StockStep,
     follow_recomputing,
@@ -30,7 +31,6 @@ from ..policy import PolicyRequest, PolicySession
 from ..speculator import Speculator
 from ..stats import SpeculationStats
 from ..target import GenerativeModel, active_adapters, has_length_dependent_rope, has_native_layers, input_device
-from ..tree import RoundClock
 from ..verification import (
     BatchedChoice,
     ChoiceInputs,
