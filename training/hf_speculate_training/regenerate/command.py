@@ -29,9 +29,9 @@ from .connection import KEY_VARIABLE
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from hf_speculate.speculator import Speculator
+    from hf_speculate.target import GenerativeModel
 
     from .engine import Engine
 
@@ -157,8 +157,6 @@ def regenerate_command(
     import torch
     from transformers.utils import logging
 
-    from hf_speculate.target import unwrap
-
     from ..data import HeldOut, load_records
     from ..target import TargetSection, load_config, load_target, load_tokenizer
     from .cluster import RayEngine
@@ -208,7 +206,7 @@ def regenerate_command(
         answering = RayEngine(section, options, spec, actors=actors, cpus=actor_cpus, gpus=actor_gpus, retries=retries)
     else:
         model = load_target(section, _device(device))
-        drafting, served = _speculator(speculator, model), unwrap(model).config
+        drafting, served = _speculator(speculator, model), model.config
         if self_prompts is not None:
             drawing = replace(SAMPLING, batch_size=batch_size, seed=seed)
             drawn = output.with_name(output.name + ".prompts")  # another suffix: these are not training data
@@ -252,13 +250,12 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or "cpu")
 
 
-def _speculator(text: str, model: nn.Module) -> Speculator | None:
+def _speculator(text: str, model: GenerativeModel) -> Speculator | None:
     if text == "none":
         return None
-    from hf_speculate.target import unwrap
     from hf_speculate_tools.commands import make_spec
 
-    return make_spec(parse_spec(_spec(text)), unwrap(model))
+    return make_spec(parse_spec(_spec(text)), model)
 
 
 def _spec(text: str) -> str:
