@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from hf_speculate.attention import TreeMask
 from hf_speculate.errors import DrafterError
-from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, RoundClock, TreePlan, TreeRow
-from hf_speculate.tree import round as round_module
+from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, TreePlan, TreeRow
 
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=80, database=None)
@@ -254,53 +253,6 @@ class TestRows:
         assert self.ROW._replace(values=None).best_path() == [0, 1, 3, 5], "the first child without values"
         assert TreeRow([9], [ROOT_PARENT]).best_path() == [0]
         assert TreeRow([9, 0], [ROOT_PARENT, PADDING_PARENT]).best_path() == [0]
-
-
-class Event:
-    """An event of a device that reaches it at a given second."""
-
-    def __init__(self, seconds, is_over=True):
-        self.seconds, self.is_over = seconds, is_over
-
-    def record(self):
-        pass
-
-    def query(self):
-        return self.is_over
-
-    def elapsed_time(self, end_event):
-        return 1000 * (end_event.seconds - self.seconds)
-
-
-class TestRoundClock:
-    """A host that launches a draft in 0.1 seconds, and a round of 2 seconds."""
-
-    @pytest.fixture
-    def seconds(self, monkeypatch):
-        def seconds_of(events, drafts=True):
-            now = [0.0]
-            monkeypatch.setattr(round_module.time, "perf_counter", lambda: now[0])
-            clock = RoundClock(events)
-            clock.start()
-            now[0] = 0.1
-            if drafts:
-                clock.drafted()
-            now[0] = 2.0
-            return clock.stop()
-
-        return seconds_of
-
-    def test_drafting_time_is_that_of_the_device(self, seconds):
-        found = seconds((Event(5.0), Event(5.7)))
-        assert (found.drafting, found.total) == (pytest.approx(0.7), 2.0)
-
-    def test_drafting_time_is_at_least_that_of_the_host(self, seconds):
-        assert seconds(None).drafting == pytest.approx(0.1)
-        assert seconds((Event(5.0), Event(5.01))).drafting == pytest.approx(0.1)
-
-    def test_drafting_time_is_capped_by_the_round_and_waits_for_no_event(self, seconds):
-        assert seconds((Event(5.0), Event(9.0))).drafting == 2.0
-        assert seconds((Event(5.0), Event(5.7, is_over=False))).drafting == pytest.approx(0.1)
 
 
 class TestUnread:

@@ -11,6 +11,7 @@ from .limits import DepthLimits as DepthLimits
 from .listeners import round_listeners as round_listeners
 from .loop import decode as decode
 from .meter import Meter as Meter
+from .meter import RoundClock as RoundClock
 from .prompt import Prompt as Prompt
 from .recomputing import follow_recomputing as follow_recomputing
 from .recomputing import recomputing_switch as recomputing_switch

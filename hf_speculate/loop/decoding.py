@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from ..cache import TreeCache
 from ..drafting import Deepening, Drafting, DraftState
 from ..forward import Scorer
 from ..policy import PolicySession
 from ..stats import SpeculationStats
 from ..tree import DraftTree, Round
-from ..verification import Sampler, Verdict, verify
+from ..verification import Sampler, Verdict, Verifier
 from .ahead import Ahead
 from .delivery import Delivery
 from .limits import DepthLimits
@@ -37,7 +35,7 @@ class Decoding:
         policy: policy that chooses how much every round drafts.
         limits: limits of the depth of each row.
         ahead: drafts the next round while this one is verified; None if that is off.
-        sampler: sampler that chooses as stock's loop does.
+        verifier: the sampler and the criteria of stock's loop, which choose the tokens of every round.
         delivery: delivery of every step's tokens [B] to a streamer; None if there is no streamer.
         stats: counters of this call.
         meter: time of the request's phases.
@@ -55,7 +53,7 @@ class Decoding:
     policy: PolicySession
     limits: DepthLimits
     ahead: Ahead | None
-    sampler: Sampler
+    verifier: Verifier
     delivery: Delivery | None
     stats: SpeculationStats
     meter: Meter
@@ -67,6 +65,10 @@ class Decoding:
     @property
     def cache(self) -> TreeCache:
         return self.scorer.cache
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.verifier.sampler
 
     @property
     def is_unfinished(self) -> bool:
@@ -87,28 +89,6 @@ class Decoding:
             chains_only=self.scorer.shape == "chain",
             deepening=deepening,
             num_nodes=self.policy.num_nodes(),
-        )
-
-    def walk(
-        self, logits: Tensor, tree: DraftTree, verdict: Verdict, table: Any = None, may_be_tainted: bool = False
-    ) -> None:
-        """Walks the tree and emits what the sampler chooses; see `verification.verify`.
-
-        Args:
-            table: tokens that the forward over the tree has chosen already (`tree_forward`); None for none.
-        """
-        verify(
-            logits,
-            tree,
-            self.sampler,
-            self.rows.stopping,
-            self.rows.sequences,
-            lockstep=self.rows.lockstep,
-            pads_ended=self.rows.are_padded,
-            may_be_tainted=may_be_tainted,
-            after_step=self.delivery,
-            verdict=verdict,
-            table=table,
         )
 
     def finished_round(

@@ -51,7 +51,7 @@ def prefill(run: Decoding) -> Round:
         run.sampler.records.add_prompt(output)
         run.rows.prompt_lengths = run.cache.lengths
         tree = DraftTree.root_only(sequences.last_tokens)
-        run.walk(output.logits[:, -1:], tree, verdict)
+        run.verifier.verify(output.logits[:, -1:], tree, verdict)
     round = run.finished_round(tree, verdict, run.cache.lengths, run.cache.append_index, is_prefill=True)
     run.stats.add(round)
     with run.meter.reading():
@@ -115,13 +115,14 @@ def verify(run: Decoding, tree: DraftTree, output: Any) -> tuple[DraftTree, Any,
     run.broken_off = tree, verdict, output
     try:
         with run.meter.verifying():
-            run.walk(output.logits, tree, verdict, getattr(output, "table", None), may_be_tainted)
+            table = getattr(output, "table", None)
+            run.verifier.verify(output.logits, tree, verdict, table, may_be_tainted=may_be_tainted)
     except TaintedScores:
         tree = tree.first(0)
         output = _scored_again(run, tree)
         run.broken_off = tree, verdict, output
         with run.meter.verifying():
-            run.walk(output.logits, tree, verdict)
+            run.verifier.verify(output.logits, tree, verdict)
     if (ahead := run.ahead) is not None:
         run.meter.settle_ahead(lambda: ahead.settle(verdict.tokens[0], is_over=not run.is_unfinished))
     return tree, output, verdict

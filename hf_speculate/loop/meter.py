@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from ..graphs import GraphRunner
 from ..stats import SpeculationStats
-from ..tree import RoundClock, RoundSeconds
+from ..tree import RoundSeconds
 from .delivery import Delivery
+
+
+class DeviceEvent(Protocol):
+    """An event of `torch.cuda`, with timing."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
+
+
+class RoundClock:
+    """Measures the rounds of one request.
+
+    The time of consumers is left out. The time that listeners take counts for the next round.
+
+    Args:
+        events: two events of the device on which drafts are made; None if the host waits for drafts anyway. The host
+            only launches a draft, and waits for it together with the target's forward. The events separate the two.
+    """
+
+    def __init__(self, events: tuple[DeviceEvent, DeviceEvent] | None = None) -> None:
+        self._start = self._published = 0.0
+        self._drafting = self._carried = self._put_off = 0.0
+        self._events, self._is_timed = events, False
+
+    def start(self) -> None:
+        self._start, self._is_timed = time.perf_counter() - self._carried, False
+        if self._events is not None:
+            self._events[0].record()
+
+    def drafted(self) -> None:
+        """Ends the drafting time."""
+        self._drafting = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+            self._is_timed = True
+
+    def leave_out(self, seconds: float) -> None:
+        """Subtracts time within the round that others took."""
+        self._start += seconds
+
+    def put_off(self, seconds: float) -> None:
+        """Moves time of this round to the next round's draft."""
+        self.leave_out(seconds)
+        self._put_off += seconds
+
+    def stop(self) -> RoundSeconds:
+        """Ends the round; from here on its listeners are called."""
+        self._published = time.perf_counter()
+        total = self._published - self._start
+        return RoundSeconds(drafting=min(max(self._drafting, self._seconds_on_device()), total), total=total)
+
+    def _seconds_on_device(self) -> float:
+        """Seconds until the device had made the draft. By now the host has waited for it."""
+        if self._events is None or not self._is_timed or not self._events[1].query():
+            return 0.0
+        return self._carried + self._events[0].elapsed_time(self._events[1]) / 1000
+
+    def published(self) -> None:
+        """Ends the time of the listeners."""
+        self._carried = time.perf_counter() - self._published + self._put_off
+        self._put_off = 0.0
 
 
 class Meter:

@@ -1,8 +1,8 @@
 """The policy decides how much a round drafts: a budget of nodes and depth, or nothing.
 
 The adaptive policy learns what rounds cost and how reliable a drafter's values are. It drafts another level, or scores
-another node, only while that pays. The other policies always draft the same amount, or repeat a recorded run. A policy
-changes the speed of a text, never the text.
+another node, only while that pays. The fixed policy always drafts the same amount. A policy changes the speed of a
+text, never the text.
 """
 
 from .acceptance import Acceptance as Acceptance
@@ -17,4 +17,3 @@ from .contract import PolicySession as PolicySession
 from .contract import Situation as Situation
 from .deepening import PathProbabilities as PathProbabilities
 from .fixed import Fixed as Fixed
-from .fixed import Replay as Replay

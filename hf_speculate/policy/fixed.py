@@ -1,11 +1,9 @@
-"""Policies that measure nothing: a constant budget, or a recorded list of budgets."""
+"""The policy that measures nothing: a constant budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from ..errors import OptionError
-from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
+from .contract import Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 
 
 class Fixed(DraftPolicy):
@@ -23,41 +21,15 @@ class Fixed(DraftPolicy):
         self.budget = Budget(max_nodes, max_depth)
 
     def start(self, request: PolicyRequest) -> PolicySession:
-        return _Listed(_forever(self.budget))
+        return _Constant(self.budget)
 
     def __repr__(self) -> str:
         return f"Fixed(max_nodes={self.budget.max_nodes}, max_depth={self.budget.max_depth})"
 
 
-class Replay(DraftPolicy):
-    """Repeats a recorded list of budgets in every request, then drafts nothing.
-
-    This repeats an adaptive run with the same trees.
-
-    Args:
-        budgets: one budget for each round of a request.
-    """
-
-    is_adaptive = True  # the recorded run was adaptive
-
-    def __init__(self, budgets: Iterable[Budget]):
-        self.budgets = tuple(budgets)
-
-    def start(self, request: PolicyRequest) -> PolicySession:
-        return _Listed(iter(self.budgets))
-
-    def __repr__(self) -> str:
-        return f"Replay({len(self.budgets)} budgets)"
-
-
-class _Listed(PolicySession):
-    def __init__(self, budgets: Iterator[Budget]):
-        self._budgets = budgets
+class _Constant(PolicySession):
+    def __init__(self, budget: Budget):
+        self._budget = budget
 
     def choose(self, situation: Situation) -> Budget:
-        return next(self._budgets, NOTHING)
-
-
-def _forever(budget: Budget) -> Iterator[Budget]:
-    while True:
-        yield budget
+        return self._budget

@@ -131,11 +131,21 @@ def with_our_cache(model: GenerativeModel, config: GenerationConfig, kwargs: dic
 
 
 def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-    cache, position_ids = kwargs.get(CACHE_NAME), kwargs.get("position_ids")
+    _check_prompt(input_ids, kwargs)
+    _check_cache(model, kwargs.get(CACHE_NAME))
+    _check_positions(model, kwargs.get("position_ids"))
+    _check_adapters(model, kwargs[CACHE_NAME])
+    _check_lengths(model, input_ids, config, kwargs)
+
+
+def _check_prompt(input_ids: Tensor, kwargs: dict[str, Any]) -> None:
     if not input_ids.shape[0] or (not input_ids.shape[1] and kwargs.get("inputs_embeds") is None):
         raise UnsupportedRequestError(
             f"speculator= needs a prompt of at least one row and one token; this one is {list(input_ids.shape)}."
         )
+
+
+def _check_cache(model: GenerativeModel, cache: Any) -> None:
     if not isinstance(cache, Cache):
         raise UnsupportedRequestError(
             f"speculator= needs a transformers Cache, but {type(model).__name__} has {type(cache).__name__}."
@@ -157,30 +167,40 @@ def check_inputs(model: GenerativeModel, input_ids: Tensor, config: GenerationCo
             f"speculator= was given with a {type(cache).__name__}, which has its own {', '.join(own)}: what it keeps "
             "of the text is not known. Pass a DynamicCache, or none."
         )
+
+
+def _check_positions(model: GenerativeModel, position_ids: Any) -> None:
     if takes_position_ids(model) and (not isinstance(position_ids, Tensor) or position_ids.dim() not in (2, 3)):
         raise UnsupportedRequestError(
             f"speculator= takes position ids [B, N], or [kinds, B, N] as for pictures; {type(model).__name__} has "
             "other ones."
         )
+
+
+def _check_adapters(model: GenerativeModel, cache: Cache) -> None:
     if activated_lora(model):
         raise UnsupportedRequestError(
             "speculator= does not work while an activated LoRA (alora_invocation_tokens) is in effect: PEFT would "
             "leave it out for some of the tokens that are scored at once."
         )
+    if not prompt_learning(model):
+        return
+    if problem := outdated_peft():
+        raise UnsupportedRequestError(f"speculator= does not work with this prompt-learning adapter: {problem}.")
+    if past := cache.get_seq_length():
+        raise UnsupportedRequestError(
+            f"{CACHE_NAME} holds {past} tokens, but a prompt-learning adapter is active: transformers cannot "
+            f"continue a cache that begins with virtual tokens. Pass the whole text without {CACHE_NAME}."
+        )
+
+
+def _check_lengths(model: GenerativeModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
     switch = recomputing_switch(model)
     is_reached = switch is not None and (config.max_length is None or config.max_length > switch)
     # Older versions drop the cache there, and continue with the last token alone.
     if is_reached and (problem := too_old(f"{type(model).__name__} with more than {switch} tokens", "5.20")):
         raise UnsupportedRequestError(f"speculator= was given for a long text, but {problem}")
-    past = cache.get_seq_length()
-    if prompt_learning(model) and (problem := outdated_peft()):
-        raise UnsupportedRequestError(f"speculator= does not work with this prompt-learning adapter: {problem}.")
-    if past and prompt_learning(model):
-        raise UnsupportedRequestError(
-            f"{CACHE_NAME} holds {past} tokens, but a prompt-learning adapter is active: transformers cannot "
-            f"continue a cache that begins with virtual tokens. Pass the whole text without {CACHE_NAME}."
-        )
-    total = total_length(input_ids, config, kwargs)
+    past, total = kwargs[CACHE_NAME].get_seq_length(), total_length(input_ids, config, kwargs)
     if past and total <= past:
         raise UnsupportedRequestError(
             f"the prompt has {total} tokens but {CACHE_NAME} already holds {past}: pass the whole text with "

@@ -21,6 +21,7 @@ from ..loop import (
     DepthLimits,
     Meter,
     Prompt,
+    RoundClock,
     Rows,
     StockStep,
     follow_recomputing,
@@ -30,7 +31,6 @@ from ..policy import PolicyRequest, PolicySession
 from ..speculator import Speculator
 from ..stats import SpeculationStats
 from ..target import GenerativeModel, active_adapters, has_length_dependent_rope, has_native_layers, input_device
-from ..tree import RoundClock
 from ..verification import (
     BatchedChoice,
     ChoiceInputs,
@@ -42,6 +42,7 @@ from ..verification import (
     StepRecord,
     Stopping,
     TypicalSampler,
+    Verifier,
     reason_for_host,
 )
 from .sample_call import SampleCall
@@ -91,7 +92,9 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         policy=policy,
         limits=DepthLimits(model, stopping, sequences),
         ahead=ahead,
-        sampler=sampler,
+        verifier=Verifier(
+            sampler, stopping, sequences, lockstep=rows.lockstep, pads_ended=rows.are_padded, after_step=delivery
+        ),
         delivery=delivery,
         stats=stats,
         meter=Meter(stats, RoundClock(_events(scorer.device)), delivery, runner),

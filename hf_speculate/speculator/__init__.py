@@ -3,6 +3,7 @@
 registry       installed drafters by name, and speculators in one line of text
 repositories   folders and Hub repositories of heads, found and downloaded
 options        the engine's options
+publishing     the publisher of heads, which a package above registers
 speculator     `Speculator` and `AutoSpeculator`
 attaching      speculators attached to models
 """
@@ -18,6 +19,8 @@ from .options import EngineOptions as EngineOptions
 from .options import check_sizes as check_sizes
 from .options import read_options as read_options
 from .options import takers_of as takers_of
+from .publishing import Publisher as Publisher
+from .publishing import register_publisher as register_publisher
 from .registry import SpeculatorSpec as SpeculatorSpec
 from .registry import find_installed as find_installed
 from .registry import installed_drafters as installed_drafters

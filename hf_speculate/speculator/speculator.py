@@ -21,6 +21,7 @@ from ..messages import get_logger
 from ..stats import SpeculationStats
 from ..target import GenerativeModel, unwrap
 from .options import EngineOptions
+from .publishing import registered_publisher
 from .registry import (
     SpeculatorSpec,
     installed_drafters,
@@ -152,18 +153,17 @@ class Speculator:
                 "fasterdecoding" or "vllm". None takes the drafter's default. No layout has the acceptance rule.
             custom_generate: whether to write a folder of that name too, with code for `model.generate(...,
                 custom_generate=path, trust_remote_code=True)`.
-            metrics, notes, measured_on: contents of the model card (`hf_speculate_tools.hub.card.write_card`).
+            metrics, notes, measured_on: contents of the model card: measured figures by name; Markdown text; the name
+                of the data that the figures were measured on.
 
         Raises:
             CheckpointError: the drafter has no weights, or the layout cannot express them. Nothing was written.
         """
-        from hf_speculate_tools.hub import write_card, write_custom_generate
-
+        publisher = registered_publisher()
         path = user_path(path)
         saved = self.drafter.save_pretrained(path, layout)
-        if custom_generate:
-            write_custom_generate(path)
-        write_card(path, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on)
+        contents = {"metrics": metrics, "notes": notes, "measured_on": measured_on}
+        publisher.write_card(path, saved, custom_generate=custom_generate, **contents)
 
     def push_to_hub(
         self,
@@ -194,22 +194,22 @@ class Speculator:
             CheckpointError: see `save_pretrained`; or the repository has weights under other names, which readers could
                 load instead. Nothing was uploaded.
         """
-        from hf_speculate_tools.hub import check_public, make_repository, upload_head, write_card, write_custom_generate
-
+        publisher = registered_publisher()
         with tempfile.TemporaryDirectory() as folder:
             saved = self.drafter.save_pretrained(folder, layout)
-            check_public(folder, saved)  # what cannot be saved or uploaded fails before a repository is made
-            repo_id = make_repository(repo_id, private=private, token=token)
-            if custom_generate:
-                write_custom_generate(folder)
-            write_card(folder, **asdict(saved), metrics=metrics, notes=notes, measured_on=measured_on, repo_id=repo_id)
-            return upload_head(
+            return publisher.upload(
                 folder,
+                saved,
                 repo_id,
+                private=private,
                 token=token,
-                commit_message=commit_message or f"Upload {saved.algorithm} head ({saved.layout} layout)",
+                commit_message=commit_message,
                 revision=revision,
                 create_pr=create_pr,
+                custom_generate=custom_generate,
+                metrics=metrics,
+                notes=notes,
+                measured_on=measured_on,
             )
 
     def __repr__(self) -> str:

@@ -18,5 +18,4 @@ from .plan import TreePlan as TreePlan
 from .plan import additive as additive
 from .plan import node_depths as node_depths
 from .round import Round as Round
-from .round import RoundClock as RoundClock
 from .round import RoundSeconds as RoundSeconds

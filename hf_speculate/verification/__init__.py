@@ -23,4 +23,4 @@ from .stopping import Stopping as Stopping
 from .typical import TypicalAcceptance as TypicalAcceptance
 from .typical import TypicalSampler as TypicalSampler
 from .walk import Verdict as Verdict
-from .walk import verify as verify
+from .walk import Verifier as Verifier

@@ -39,70 +39,84 @@ class Verdict:
         return cls([[] for _ in range(batch_size)], [[] for _ in range(batch_size)], [0] * batch_size)
 
 
-def verify(
-    logits: Float[Tensor, "R N V"],
-    tree: DraftTree,
-    sampler: Sampler,
-    stopping: Stopping,
-    sequences: Sequences,
-    *,
-    lockstep: bool,
-    pads_ended: bool = False,
-    may_be_tainted: bool = False,
-    after_step: Callable[[], bool] | None = None,
-    verdict: Verdict | None = None,
-    table: Table | None = None,
-) -> Verdict:
-    """Walks the tree as the request's sampler decides, appending tokens to `sequences` until nothing drafted fits.
+@dataclass(frozen=True)
+class Verifier:
+    """The rules of one request by which rounds are verified.
 
-    Args:
-        logits: logits of every node of `tree`.
-        tree: draft tree of all rows, or of those that are not finished.
+    Attributes:
+        sampler: sampler that chooses the token at a node.
+        stopping: criteria that end rows.
+        sequences: text of every row, to which tokens are appended.
         lockstep: whether all rows advance together, so that every processor and criterion gets the whole batch in
             stock's order. Otherwise each row advances alone.
         pads_ended: whether finished rows continue with padding, as far as the longest row.
-        may_be_tainted: whether the forward had masked entries (`Sampler.chooser`).
         after_step: function called after every step in lock-step; False from it ends the round. None calls nothing.
-        verdict: empty verdict to fill, for a caller that needs it after an interruption; None makes a new one.
-        table: tokens that the forward has chosen itself (`BatchedChoice`).
-
-    Returns:
-        The verdict. Rows that were finished before the call emit nothing.
-
-    Raises:
-        TaintedScores: scores may be tainted; nothing was emitted.
     """
-    verdict = verdict or Verdict.empty(sequences.batch_size)
-    if table is None:
-        choose = sampler.chooser(logits, tree.clamped, sequences, may_be_tainted=may_be_tainted)
-    else:
-        choose = look_up(table, tree, may_be_tainted=may_be_tainted)
-    # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's own.
-    host = tree.host if tree.num_nodes > 1 else None
-    if lockstep or (host is None and _is_one_step(sampler, sequences)):
-        _Descent(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(
-            list(range(sequences.batch_size))
-        )
+
+    sampler: Sampler
+    stopping: Stopping
+    sequences: Sequences
+    lockstep: bool
+    pads_ended: bool = False
+    after_step: Callable[[], bool] | None = None
+
+    def verify(
+        self,
+        logits: Float[Tensor, "R N V"],
+        tree: DraftTree,
+        verdict: Verdict | None = None,
+        table: Table | None = None,
+        *,
+        may_be_tainted: bool = False,
+    ) -> Verdict:
+        """Walks the tree as the request's sampler decides, appending tokens to `sequences` until nothing drafted fits.
+
+        Args:
+            logits: logits of every node of `tree`.
+            tree: draft tree of all rows, or of those that are not finished.
+            verdict: empty verdict to fill, for a caller that needs it after an interruption; None makes a new one.
+            table: tokens that the forward has chosen itself (`BatchedChoice`).
+            may_be_tainted: whether the forward had masked entries (`Sampler.chooser`).
+
+        Returns:
+            The verdict. Rows that were finished before the call emit nothing.
+
+        Raises:
+            TaintedScores: scores may be tainted; nothing was emitted.
+        """
+        sequences = self.sequences
+        verdict = verdict or Verdict.empty(sequences.batch_size)
+        if table is None:
+            choose = self.sampler.chooser(logits, tree.clamped, sequences, may_be_tainted=may_be_tainted)
+        else:
+            choose = look_up(table, tree, may_be_tainted=may_be_tainted)
+        # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's
+        # own.
+        host = tree.host if tree.num_nodes > 1 else None
+        rules = self.sampler, self.stopping, sequences
+        if self.lockstep or (host is None and self._is_one_step):
+            _Descent(choose, tree, host, *rules, verdict, self.after_step)(list(range(sequences.batch_size)))
+            return verdict
+        ended = sequences.finished_rows
+        walk = _Descent(choose, tree, host, *rules, verdict)
+        for row in range(sequences.batch_size):
+            if row not in ended:
+                walk([row])
+        for row in ended if self.pads_ended else ():
+            walk.pad(row, max(sequences.num_emitted))
         return verdict
-    ended = sequences.finished_rows
-    walk = _Descent(choose, tree, host, sampler, stopping, sequences, verdict)
-    for row in range(sequences.batch_size):
-        if row not in ended:
-            walk([row])
-    for row in ended if pads_ended else ():
-        walk.pad(row, max(sequences.num_emitted))
-    return verdict
 
-
-def _is_one_step(sampler: Sampler, sequences: Sequences) -> bool:
-    """Whether roots alone are one step of plain decoding, which processors take in one call for all rows. Without
-    processors, rows are sampled faster alone: 0.97x and 0.80x of stock (4 rows, 151936 tokens, one CPU)."""
-    return bool(sampler.processors) and not any(sequences.finished) and len(set(sequences.num_emitted)) == 1
+    @property
+    def _is_one_step(self) -> bool:
+        """Whether roots alone are one step of plain decoding, which processors take in one call for all rows. Without
+        processors, rows are sampled faster alone: 0.97x and 0.80x of stock (4 rows, 151936 tokens, one CPU)."""
+        is_level = not any(self.sequences.finished) and len(set(self.sequences.num_emitted)) == 1
+        return bool(self.sampler.processors) and is_level
 
 
 @dataclass
 class _Descent:
-    """The walk of some rows from the root to the last node that fits; see `verify`."""
+    """The walk of some rows from the root to the last node that fits; see `Verifier.verify`."""
 
     choose: Choose
     tree: DraftTree

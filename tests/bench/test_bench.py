@@ -110,14 +110,14 @@ def test_bench_generate_reports_categories_and_skips_long_prompts(bench_folders,
 
 
 def test_bench_generate_reports_texts_that_differ_without_a_tie(bench_folders, monkeypatch):
-    from hf_speculate.loop import decoding
+    from hf_speculate.verification import Verifier
 
-    verify = decoding.verify
+    verify = Verifier.verify
 
-    def wrong(logits, *args, **kwargs):
-        return verify(logits.roll(1, dims=-1), *args, **kwargs)
+    def wrong(self, logits, *args, **kwargs):
+        return verify(self, logits.roll(1, dims=-1), *args, **kwargs)
 
-    monkeypatch.setattr(decoding, "verify", wrong)
+    monkeypatch.setattr(Verifier, "verify", wrong)
     settings = GenerateSettings(
         target=str(bench_folders / "target"), limit=1, temperatures=[0.0], max_new_tokens=6, repeats=1
     )

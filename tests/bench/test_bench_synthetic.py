@@ -8,11 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_speculate import SpeculateError, Speculator
-from hf_speculate.policy.contract import Budget
+from hf_speculate import SpeculateError, Speculator, rounds
+from hf_speculate.policy import NOTHING, Budget
+from hf_speculate.testing import ScriptedDrafter
 from hf_speculate_tools.bench import GenerateSettings, bench_generate, fixed_length
 from hf_speculate_tools.bench.methods import compiled_method, eager_method, speculator_method
-from hf_speculate_tools.bench.replay import record_budgets, recorded_budgets, replayed
+from hf_speculate_tools.bench.replay import Replay, record_budgets, recorded_budgets, replayed
 from hf_speculate_tools.bench.runs import batches, generate_once
 from hf_speculate_tools.cli import app
 from hf_speculate_tools.plots import draw_generate
@@ -20,6 +21,7 @@ from hf_speculate_tools.plots import draw_generate
 from ..benchmarks import shapes
 from ..benchmarks.scripted import AcceptanceProfile, plain_texts, read_profile
 from ..benchmarks.shapes import SHAPES, ModelShape, find_shape
+from ..support.models import VOCAB_SIZE
 
 
 CPU = torch.device("cpu")
@@ -136,6 +138,16 @@ def test_the_compiled_baseline_is_stock_with_a_static_cache(tiny_model, prompt):
 
 
 class TestReplay:
+    def test_replay_repeats_its_list_and_then_drafts_nothing(self, tiny_model, prompt):
+        model, ids = tiny_model(), prompt(9)
+        plain = model.generate(ids, max_new_tokens=48)[:, ids.shape[1] :]
+        drafter = ScriptedDrafter(plain, (3, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
+        speculator = Speculator(drafter, policy=Replay([Budget(1, 1), NOTHING, Budget(3, 2)]))
+        for _ in range(2):
+            _, *later = rounds(model, ids, speculator=speculator, max_new_tokens=24, do_sample=False)
+            assert [round.num_nodes for round in later[:3]] == [1, 0, 3]
+            assert not any(round.num_nodes for round in later[3:])
+
     def test_a_replay_drafts_the_same_trees_again(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(12)
         (request,) = batches([("a", ids[0])], 1, CPU)

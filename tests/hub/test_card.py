@@ -10,7 +10,8 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from hf_speculate import AutoSpeculator, Speculator
 from hf_speculate.drafting import Drafter, SavedHead
-from hf_speculate.errors import CheckpointError, UploadError
+from hf_speculate.errors import CheckpointError, SpeculateError, UploadError
+from hf_speculate.speculator import publishing
 from hf_speculate.testing.scripted import EmptyDrafter
 from hf_speculate_tools.hub import check_upload
 from hf_speculate_tools.hub.card import CARD_FILE, is_generated, write_card
@@ -104,6 +105,36 @@ class TestSave:
         assert hub.calls == []
         with pytest.raises(CheckpointError, match="no weights"):
             Drafter.save_pretrained(EmptyDrafter(), tmp_path)
+
+
+class TestPublisher:
+    @pytest.fixture
+    def no_provider(self, monkeypatch):
+        """An installation without the tools."""
+        monkeypatch.setattr(publishing, "_PROVIDER", "no_such_package.hub")
+        monkeypatch.setattr(publishing, "_registered", [])
+
+    def test_speculator_without_a_publisher_names_the_missing_package(self, no_provider, tmp_path):
+        with pytest.raises(SpeculateError, match="need the package no_such_package, which is not installed"):
+            Speculator(HeadDrafter()).save_pretrained(tmp_path / "head")
+        assert not (tmp_path / "head").exists()
+
+    def test_registered_publisher_gets_heads_and_contents(self, no_provider, tmp_path):
+        calls = []
+
+        class Own(publishing.Publisher):
+            def write_card(self, folder, saved, **options):
+                calls.append((Path(folder).name, saved.algorithm, options))
+
+            def upload(self, folder, saved, repo_id, **options):
+                return repo_id
+
+        publishing.register_publisher(Own())
+        speculator = Speculator(HeadDrafter())
+        speculator.save_pretrained(tmp_path / "head", notes="N")
+        contents = {"metrics": None, "notes": "N", "measured_on": None}
+        assert calls == [("head", "house1", {"custom_generate": False, **contents})]
+        assert speculator.push_to_hub("me/head") == "me/head"
 
 
 class TestPush:

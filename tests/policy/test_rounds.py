@@ -7,7 +7,7 @@ import torch
 
 import hf_speculate
 from hf_speculate import DraftTree, Round, Speculator
-from hf_speculate.policy import NOTHING, Adaptive, Budget, DraftPolicy, Fixed, PolicySession, Replay
+from hf_speculate.policy import Adaptive, Budget, DraftPolicy, Fixed, PolicySession
 from hf_speculate.testing import ScriptedDrafter
 
 from ..support.models import VOCAB_SIZE
@@ -64,15 +64,6 @@ class TestPolicies:
         _, *rounds = hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)
         assert max(round.num_nodes for round in rounds) == 4
         assert max(round.tree.max_depth for round in rounds) == 2
-
-    def test_a_replay_repeats_its_list_and_then_drafts_nothing(self, tiny_model, prompt):
-        model, ids = tiny_model(), prompt(9)
-        budgets = [Budget(1, 1), NOTHING, Budget(3, 2)]
-        speculator = Speculator(scripted(model, ids), policy=Replay(budgets))
-        for _ in range(2):
-            _, *rounds = hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)
-            assert [round.num_nodes for round in rounds[:3]] == [1, 0, 3]
-            assert not any(round.num_nodes for round in rounds[3:])
 
     def test_custom_policy_is_started_called_and_closed(self, tiny_model, prompt):
         calls = []

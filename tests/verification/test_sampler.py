@@ -12,7 +12,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from hf_speculate.tree import DraftTree
-from hf_speculate.verification import Sampler, verify
+from hf_speculate.verification import Sampler, Verifier
 from hf_speculate.verification import processors as known
 from hf_speculate.verification.noise import Noise
 from hf_speculate.verification.processors import processors_of_row, required_tier, score_only, see_rows_alone
@@ -142,6 +142,7 @@ def run(
     records = Records(StepRecord(), StepRecord())
     sampler = Sampler(LogitsProcessorList([make() for make in combination]), noise, records, tier=tier)
     stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(MAX_LENGTH), ends(EOS)]))
+    verifier = Verifier(sampler, stopping, sequences, lockstep=lockstep)
     generator = torch.Generator().manual_seed(seed)
     verdicts = []
     for index in range(max_rounds):
@@ -157,7 +158,7 @@ def run(
             noise.release_before(
                 min(n for n, done in zip(sequences.num_emitted, sequences.finished, strict=True) if not done)
             )
-        verdicts.append(verify(logits, tree, sampler, stopping, sequences, lockstep=lockstep))
+        verdicts.append(verifier.verify(logits, tree))
         if all(sequences.finished):
             break
     if noise is not None:
@@ -260,9 +261,8 @@ class TestWalk:
             logits[0, node, token] = 1
         sequences = Sequences(PROMPT[:1], 0)
         stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(MAX_LENGTH)]))
-        verdict = verify(
-            logits, tree, Sampler(LogitsProcessorList(), None, Records()), stopping, sequences, lockstep=True
-        )
+        sampler = Sampler(LogitsProcessorList(), None, Records())
+        verdict = Verifier(sampler, stopping, sequences, lockstep=True).verify(logits, tree)
         assert verdict.paths == [[0, 2, 3]]
         assert verdict.tokens == [[3, 5, 4]]
         assert verdict.num_accepted == [2]

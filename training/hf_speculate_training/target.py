@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
-from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.target import decoder_of, sample_bytes, unwrap
+from hf_speculate.errors import SpeculateError, TargetMismatchError, first_line
+from hf_speculate.target import GenerativeModel, decoder_of, sample_bytes, unwrap
 from hf_speculate_gguf import find_file, load_model, plan_model, read_model_file, read_tokenizer
 from hf_speculate_tools.commands import target_path
 
@@ -69,14 +69,26 @@ class TargetSection:
         expand_home(self, "path", "adapter", "tokenizer")
 
 
-def load_target(section: TargetSection, device: torch.device) -> nn.Module:
+def without_wrappers(target: nn.Module) -> GenerativeModel:
+    """The transformers model inside PEFT and `torch.compile` wrappers; the layers of an adapter are in it.
+
+    Raises:
+        TargetMismatchError: a prompt-learning adapter, which acts in the wrapper.
+        TypeError: there is no transformers model inside.
+    """
+    if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
+        raise TargetMismatchError("prompt-learning adapters add tokens of their own; LoRA and its kin can be used.")
+    return unwrap(target)
+
+
+def load_target(section: TargetSection, device: torch.device) -> GenerativeModel:
     """The target, frozen, in `eval()` mode, with its adapter; raises `SpeculateError` in one line."""
     section = _located(section)
     with _errors_in_a_line(f"load the target {section.path!r}"):
         model = _packed(section, device) if _is_packed(section) else _from_pretrained(section, device)
         if section.adapter:
             model = _adapted(model, section.adapter)
-    return model.eval().requires_grad_(False)
+    return without_wrappers(model.eval().requires_grad_(False))
 
 
 def load_config(section: TargetSection) -> PretrainedConfig:
@@ -204,17 +216,16 @@ def in_turn() -> Iterator[None]:
             distributed.barrier()
 
 
-def shard_layers(target: nn.Module, mesh: Any) -> None:
+def shard_layers(target: GenerativeModel, mesh: Any) -> None:
     """Keeps this process' part of every layer, on the device of `mesh`; the rest of the target goes there whole."""
-    model = unwrap(target)
-    decoder: Any = decoder_of(model)
+    decoder: Any = decoder_of(target)
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
     whole = {parameter for parameter in decoder.parameters() if not isinstance(parameter, DTensor)}
     kind = type(decoder)
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # one root: the next layer is gathered while one runs
     decoder.__class__ = kind  # transformers finds by it which outputs are hidden states; the root works by hooks
-    model.to(mesh.device_type)
+    target.to(mesh.device_type)
 
 
 def mesh_of_processes(device: torch.device) -> Any:
@@ -227,15 +238,14 @@ def is_sharded(target: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in target.parameters())
 
 
-def target_fingerprint(target: nn.Module) -> str:
+def target_fingerprint(target: GenerativeModel) -> str:
     """sha256 over a model's configuration and a sample of every tensor of it, adapters included.
 
     Values are sampled evenly, see `sample_bytes`: any training changes some of them, and reading all of a large model
     would take longer than what the fingerprint protects.
     """
-    model = unwrap(target)
-    digest = hashlib.sha256(json.dumps(_shape_of(model), sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    digest = hashlib.sha256(json.dumps(_shape_of(target), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(target.state_dict().items()):
         if isinstance(tensor, Tensor):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(sample_bytes(tensor))

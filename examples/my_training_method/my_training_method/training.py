@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_speculate.target import last_device, unwrap
+from hf_speculate.target import last_device
 from hf_speculate_training import Batch, StepOutput, TargetStates, TrainingMethod
 from hf_speculate_training.methods import (
     Entries,
@@ -56,14 +56,12 @@ class RecurrentMethod(TrainingMethod):
 
     @classmethod
     def for_target(cls, target, head: RecurrentShape, options: RecurrentOptions, count_tokens) -> RecurrentMethod:
-        model = unwrap(target)
-        size = model.config.get_text_config(decoder=True).hidden_size
-        return cls(RecurrentHead(size, head.width or size).to(last_device(model)), model, options)
+        size = target.config.get_text_config(decoder=True).hidden_size
+        return cls(RecurrentHead(size, head.width or size).to(last_device(target)), target, options)
 
     @classmethod
     def from_folder(cls, folder: str, target, options: RecurrentOptions) -> RecurrentMethod:
-        model = unwrap(target)
-        return cls(trainable(load_head(folder, model).to(last_device(model))), model, options)
+        return cls(trainable(load_head(folder, target).to(last_device(target))), target, options)
 
     def forward(self, batch: Batch, states: TargetStates) -> StepOutput:
         weight = self.head.down.weight

@@ -5,11 +5,11 @@ Nothing else in the benchmarks knows how a policy chooses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hf_speculate.drafting import Deepening
-from hf_speculate.policy import Budget, DraftPolicy, PolicyRequest, PolicySession, Replay, Situation
+from hf_speculate.policy import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from hf_speculate.speculator import Speculator
 from hf_speculate.tree import DraftTree, Round
 
@@ -57,6 +57,35 @@ class _Noting(PolicySession):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class Replay(DraftPolicy):
+    """Repeats a recorded list of budgets in every request, then drafts nothing.
+
+    This repeats an adaptive run with the same trees.
+
+    Args:
+        budgets: one budget for each round of a request.
+    """
+
+    is_adaptive = True  # the recorded run was adaptive
+
+    def __init__(self, budgets: Iterable[Budget]):
+        self.budgets = tuple(budgets)
+
+    def start(self, request: PolicyRequest) -> PolicySession:
+        return _Listed(iter(self.budgets))
+
+    def __repr__(self) -> str:
+        return f"Replay({len(self.budgets)} budgets)"
+
+
+class _Listed(PolicySession):
+    def __init__(self, budgets: Iterator[Budget]):
+        self._budgets = budgets
+
+    def choose(self, situation: Situation) -> Budget:
+        return next(self._budgets, NOTHING)
 
 
 def record_budgets(speculator: Speculator) -> None:

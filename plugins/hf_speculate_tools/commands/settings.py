@@ -91,7 +91,9 @@ def _sign(command: Any, parameters: Sequence[inspect.Parameter]) -> None:
 
 
 def _default(field: Field) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:

@@ -13,10 +13,7 @@ from .publishing import CURVES_FILE as CURVES_FILE
 from .publishing import LOCAL_RECIPE_FILE as LOCAL_RECIPE_FILE
 from .publishing import RECIPE_FILE as RECIPE_FILE
 from .publishing import card_facts as card_facts
-from .publishing import check_public as check_public
 from .publishing import copy_origins as copy_origins
 from .publishing import push_folder as push_folder
 from .publishing import recorded_card as recorded_card
 from .uploads import check_upload as check_upload
-from .uploads import make_repository as make_repository
-from .uploads import upload_head as upload_head

@@ -21,7 +21,7 @@ from hf_speculate.drafting import CALIBRATION_FILE, SavedHead
 from hf_speculate.errors import CheckpointError, SpeculateError, UploadError
 from hf_speculate.files import json_writer, own_file, read_json, replace_files, section, text_writer, user_path
 from hf_speculate.messages import get_logger, has_secret
-from hf_speculate.speculator import drafter_class_for
+from hf_speculate.speculator import Publisher, drafter_class_for, register_publisher
 from hf_speculate_plugins.origin import PROVENANCE_FILE, read_provenance
 
 from .card import CARD_FILE, has_custom_generate, rename_card, write_card, write_custom_generate
@@ -155,6 +155,46 @@ def push_folder(
             raise
         except Exception as error:  # a connection fails with errors of the HTTP library, which is not ours to name
             raise UploadError(f"{place} could not be uploaded to {wanted}: {error}. Nothing in it is lost.") from error
+
+
+class HubPublisher(Publisher):
+    """Publishes heads on the Hugging Face Hub, for `Speculator.save_pretrained` and `push_to_hub`."""
+
+    def write_card(
+        self, folder: str | os.PathLike, saved: SavedHead, *, custom_generate: bool, **contents: Any
+    ) -> None:
+        if custom_generate:
+            write_custom_generate(folder)
+        write_card(folder, **asdict(saved), **contents)
+
+    def upload(
+        self,
+        folder: str,
+        saved: SavedHead,
+        repo_id: str,
+        *,
+        private: bool | None,
+        token: str | bool | None,
+        commit_message: str | None,
+        revision: str | None,
+        create_pr: bool,
+        custom_generate: bool,
+        **contents: Any,
+    ) -> CommitInfo:
+        check_public(folder, saved)  # what cannot be uploaded fails before a repository is made
+        repo_id = make_repository(repo_id, private=private, token=token)
+        self.write_card(folder, saved, custom_generate=custom_generate, repo_id=repo_id, **contents)
+        return upload_head(
+            folder,
+            repo_id,
+            token=token,
+            commit_message=commit_message or f"Upload {saved.algorithm} head ({saved.layout} layout)",
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+register_publisher(HubPublisher())
 
 
 def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool:

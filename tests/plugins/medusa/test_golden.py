@@ -16,7 +16,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_speculate import AutoSpeculator, DraftTree, Speculator
 from hf_speculate.loop import loop
-from hf_speculate.verification import Sampler, verify
+from hf_speculate.verification import Sampler, Verifier
 from hf_speculate.verification.records import Records
 from hf_speculate.verification.sequences import Sequences
 from hf_speculate.verification.stopping import Stopping
@@ -156,7 +156,8 @@ def test_golden_greedy_acceptance(golden, tree):
     for prefix, logits in (("", path_logits), ("syn_", golden[f"{tree}_typ_node_logits"])):
         sampler = Sampler(LogitsProcessorList(), None, Records())
         sequences = Sequences(golden["token_ids"][None], None)
-        verdict = verify(logits[None], drafted, sampler, Stopping(StoppingCriteriaList()), sequences, lockstep=True)
+        verifier = Verifier(sampler, Stopping(StoppingCriteriaList()), sequences, lockstep=True)
+        verdict = verifier.verify(logits[None], drafted)
         assert verdict.num_accepted == [int(golden[f"{tree}_{prefix}greedy_len"])]
         best = paths[int(golden[f"{tree}_{prefix}greedy_best"])].tolist()
         assert verdict.paths[0] == best[: verdict.num_accepted[0] + 1]

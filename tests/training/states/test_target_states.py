@@ -13,6 +13,7 @@ from hf_speculate.drafting import RAW_LAST
 from hf_speculate.errors import TargetMismatchError
 from hf_speculate_training.data import Collator, make_row
 from hf_speculate_training.states import TargetReader
+from hf_speculate_training.target import without_wrappers
 from tests.support.mtp import build
 from tests.support.training import packed
 
@@ -121,10 +122,11 @@ def test_target_reader_applies_adapters(tiny_model):
     base = copy.deepcopy(tiny_model())
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     _, batch = packed_batch()
-    adapted = TargetReader(model, LAYERS)(batch).last_hidden
-    assert worst_difference(model.get_base_model(), TargetReader(model, LAYERS)) < 1e-5
+    target = without_wrappers(model)
+    adapted = TargetReader(target, LAYERS)(batch).last_hidden
+    assert worst_difference(model.get_base_model(), TargetReader(target, LAYERS)) < 1e-5
     with model.disable_adapter():
-        assert (TargetReader(model, LAYERS)(batch).last_hidden - adapted).abs().max() > 1e-2
+        assert (TargetReader(target, LAYERS)(batch).last_hidden - adapted).abs().max() > 1e-2
 
 
 def test_output_matrix_is_not_run(tiny_model):
@@ -159,7 +161,7 @@ def test_layers_that_are_not_there_are_refused(tiny_model):
 def test_prompt_learning_is_refused(tiny_model):
     model = get_peft_model(copy.deepcopy(tiny_model()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(TargetMismatchError, match="prompt-learning"):
-        TargetReader(model, (1,))
+        without_wrappers(model)
 
 
 def test_target_reader_packs_documents_of_16_bit_targets(tiny_model):

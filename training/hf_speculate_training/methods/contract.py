@@ -92,11 +92,11 @@ class TrainingMethod(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def for_target(cls, target: nn.Module, head: Any, options: Any, count_tokens: CountTokens) -> Self:
+    def for_target(cls, target: GenerativeModel, head: Any, options: Any, count_tokens: CountTokens) -> Self:
         """The method around a fresh head.
 
         Args:
-            target: the frozen target; `hf_speculate.models.unwrap` looks through PEFT.
+            target: the frozen target, without wrappers; layers of a PEFT adapter are in it.
             head: an instance of `head_class`.
             options: an instance of `options_class`.
             count_tokens: function that counts tokens for a draft vocabulary, see `choose_vocabulary`. It reads all
@@ -106,7 +106,7 @@ class TrainingMethod(nn.Module, ABC):
         """
 
     @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: Any) -> Self:
+    def from_folder(cls, folder: str, target: GenerativeModel, options: Any) -> Self:
         """The method around a trained head (folder or Hub id), whose training continues."""
         raise RecipeError(f"{cls.name} cannot continue the training of a head: leave method.start_from out.")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 
-from hf_speculate.target import GenerativeModel, output_layer, output_rows, unwrap
+from hf_speculate.target import GenerativeModel, output_layer, output_rows
 from hf_speculate_plugins.checkpoints import NEUTRAL, LoadReport
 from hf_speculate_plugins.heads import LoadedHead, SharingHead
 
@@ -227,17 +227,15 @@ class HeadMethod(TrainingMethod, Generic[Head, MethodOptions]):
         return {"head": {} if size is None else {DRAFT_VOCAB_SIZE: size}}
 
     @classmethod
-    def for_target(cls, target: nn.Module, head: Any, options: MethodOptions, count_tokens: CountTokens) -> Self:
-        model = unwrap(target)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    def for_target(cls, target: GenerativeModel, head: Any, options: MethodOptions, count_tokens: CountTokens) -> Self:
+        vocab_size = target.config.get_text_config(decoder=True).vocab_size
         target_ids = choose_vocabulary(getattr(head, DRAFT_VOCAB_SIZE, None), vocab_size, count_tokens)
-        return cls(cls.new_head(model, head, target_ids), model, target_ids, options)
+        return cls(cls.new_head(target, head, target_ids), target, target_ids, options)
 
     @classmethod
-    def from_folder(cls, folder: str, target: nn.Module, options: MethodOptions) -> Self:
-        model = unwrap(target)
-        head, target_ids = cls.warm_head(folder, model)
-        return cls(head, model, target_ids, options)
+    def from_folder(cls, folder: str, target: GenerativeModel, options: MethodOptions) -> Self:
+        head, target_ids = cls.warm_head(folder, target)
+        return cls(head, target, target_ids, options)
 
     @property
     def draft_vocabulary(self) -> Int[Tensor, " Vd"] | None:

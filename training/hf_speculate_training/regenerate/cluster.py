@@ -19,7 +19,7 @@ import torch
 
 from hf_speculate.errors import SpeculateError, first_line
 from hf_speculate.messages import get_logger
-from hf_speculate.target import unwrap
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.commands import make_spec, parse_spec
 
 from ..target import TargetSection, load_target, load_tokenizer
@@ -105,7 +105,7 @@ class AnsweringActor:
     ):
         self._retries = retries
         target = _target(section, cpus, on_gpu)
-        self._speculator = None if speculator is None else make_spec(parse_spec(speculator), unwrap(target))
+        self._speculator = None if speculator is None else make_spec(parse_spec(speculator), target)
         self._engine = LocalEngine(target, load_tokenizer(section), options, self._speculator)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, list[Any]]:
@@ -143,7 +143,7 @@ class AnsweringActor:
         return stats.accepted_tokens + stats.bonus_tokens, stats.rounds
 
 
-def _target(section: TargetSection, cpus: float, on_gpu: bool) -> Any:
+def _target(section: TargetSection, cpus: float, on_gpu: bool) -> GenerativeModel:
     if on_gpu:
         return load_target(section, torch.accelerator.current_accelerator() or torch.device("cpu"))
     torch.set_num_threads(max(int(cpus), 1))

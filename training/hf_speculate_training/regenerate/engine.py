@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from hf_speculate.speculator import Speculator
-from hf_speculate.target import unwrap
+from hf_speculate.target import GenerativeModel
 
 from ..data import Encoder
 from ..target import target_fingerprint
@@ -59,14 +58,13 @@ class LocalEngine(Engine):
 
     def __init__(
         self,
-        target: nn.Module,
+        target: GenerativeModel,
         tokenizer: Any,
         options: RegenerateOptions,
         speculator: Speculator | None = None,
         end_ids: Collection[int] = (),
     ):
-        self.target, self.options, self.speculator = unwrap(target), options, speculator
-        self._adapted = target
+        self.target, self.options, self.speculator = target, options, speculator
         self._config = _generation_config(self.target.generation_config, tokenizer, options)
         self._end_ids = _end_ids(self._config) | set(end_ids)
         self._config.eos_token_id = sorted(self._end_ids) or None
@@ -74,7 +72,7 @@ class LocalEngine(Engine):
         self._longest_prompt = longest_prompt(tokenizer, self.target.config, options)
 
     def settings(self) -> dict[str, Any]:
-        return {"target": target_fingerprint(self._adapted)}
+        return {"target": target_fingerprint(self.target)}
 
     def answered(self, batches: Iterable[list[Job]]) -> Iterator[list[Job]]:
         for batch in batches:

@@ -95,8 +95,9 @@ def regenerate(
         SpeculateError: nothing to answer; an output made from other data, by another target or with other options.
     """
     options = options or RegenerateOptions()
-    engine = LocalEngine(target, tokenizer, options, speculator, end_ids)
-    planner = Planner(tokenizer, unwrap(target).config, options, held_out)
+    model = unwrap(target)
+    engine = LocalEngine(model, tokenizer, options, speculator, end_ids)
+    planner = Planner(tokenizer, model.config, options, held_out)
     return write_answers(engine, planner, records, output, show_progress=show_progress)
 
 

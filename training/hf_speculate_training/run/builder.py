@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from transformers import TrainingArguments, set_seed
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.request import check_drafting
-from hf_speculate.target import unwrap
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.commands import read_prompts, tokenize
 
 from ..data import Collator, DataOptions, PreparedData, RowDataset, Source, prepare_data
@@ -48,7 +48,7 @@ from .recipe import EvaluationSection, MethodSection, Recipe
 class Parts:
     """Everything that a run trains with; `train` and `held_out` are `PreparedData`, or rows of the caller's."""
 
-    target: nn.Module
+    target: GenerativeModel
     tokenizer: Any
     method: TrainingMethod
     train: Any
@@ -88,7 +88,7 @@ class TrainingRun(Parts):
 
 def build(
     args: TrainingArguments,
-    target: TargetSection | nn.Module,
+    target: TargetSection | GenerativeModel,
     method: str | MethodSection | TrainingMethod,
     train: Any,
     held_out: Any = None,
@@ -114,35 +114,37 @@ def build(
     elif tokenizer is None and (_is_source(train) or _is_source(held_out)):
         tokenizer = load_tokenizer(TargetSection(path=name_of(target)))
     if not is_sharded(target):
-        check_drafting(unwrap(target))
+        check_drafting(target)
     with args.main_process_first(desc="data"):  # the others find them converted and tokenised
         train, held_out = _data(train, held_out, options, tokenizer, target)
     if isinstance(evaluation, EvaluationSection):
         prompts = _prompts(evaluation, held_out, tokenizer, target)
         evaluation = AcceptanceEvaluation(prompts, evaluation) if prompts else None
     if isinstance(method, str):
-        suggested: Any = load_method(method).suggested(unwrap(target).config.get_text_config(decoder=True))
+        suggested: Any = load_method(method).suggested(target.config.get_text_config(decoder=True))
         method = MethodSection(name=method, **suggested)
     if isinstance(method, MethodSection):
         method = build_method(method, target, train if isinstance(train, PreparedData) else None)
     return Parts(target, tokenizer, method, train, held_out, evaluation, use)
 
 
-def arguments_for(target: TargetSection | nn.Module, method: str | MethodSection | TrainingMethod) -> TrainingArguments:
+def arguments_for(
+    target: TargetSection | GenerativeModel, method: str | MethodSection | TrainingMethod
+) -> TrainingArguments:
     """Arguments by the target's size, as `hf-speculate train` has them; the plain defaults for a method object."""
     if isinstance(method, TrainingMethod):
         return HeadTrainingArguments(output_dir=f"{type(method).__name__.lower()}-head")
     name = method if isinstance(method, str) else method.name
-    config = load_config(target) if isinstance(target, TargetSection) else unwrap(target).config
+    config = load_config(target) if isinstance(target, TargetSection) else target.config
     chosen = default_arguments(config.get_text_config(decoder=True))
     return HeadTrainingArguments(
         output_dir=f"{Path(name_of(target)).name}-{name}", use_cpu=not torch.accelerator.is_available(), **chosen
     )
 
 
-def name_of(target: TargetSection | nn.Module) -> str:
+def name_of(target: TargetSection | GenerativeModel) -> str:
     """Path or Hub id of a target; raises `SpeculateError` for a model that has none."""
-    name = target.path if isinstance(target, TargetSection) else unwrap(target).name_or_path
+    name = target.path if isinstance(target, TargetSection) else target.name_or_path
     if not name:
         raise SpeculateError(
             f"the {type(target).__name__} has no name_or_path: give processing_class, its tokenizer, and "
@@ -151,7 +153,7 @@ def name_of(target: TargetSection | nn.Module) -> str:
     return name
 
 
-def build_method(section: MethodSection, target: nn.Module, data: PreparedData | None) -> TrainingMethod:
+def build_method(section: MethodSection, target: GenerativeModel, data: PreparedData | None) -> TrainingMethod:
     """The method of a recipe around a fresh head, or around a trained one.
 
     The tokens of `data` choose a draft vocabulary if the head is to have one.
@@ -163,7 +165,7 @@ def build_method(section: MethodSection, target: nn.Module, data: PreparedData |
             raise RecipeError("method.start_from brings a head with it: leave method.head out.")
         return method.from_folder(section.start_from, target, options)
     head = read_section(method.head_class, section.head, "method.head")
-    vocab_size = unwrap(target).config.get_text_config(decoder=True).vocab_size
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
     return method.for_target(target, head, options, lambda: _token_counts(data, vocab_size))
 
 
@@ -177,7 +179,7 @@ def _token_counts(data: PreparedData | None, vocab_size: int) -> Tensor:
 
 def _loaded(
     section: TargetSection, tokenizer: Any, device: torch.device
-) -> tuple[nn.Module, Any, Mapping[str, Any] | None]:
+) -> tuple[GenerativeModel, Any, Mapping[str, Any] | None]:
     """Target, tokenizer, and the `use` of `Parts`."""
     if not section.shard:
         target = load_target(section, device)
@@ -196,7 +198,9 @@ def _is_source(data: Any) -> bool:
     return isinstance(data, str | os.PathLike | Dataset | IterableDataset)
 
 
-def _data(train: Any, held_out: Any, options: DataOptions | None, tokenizer: Any, target: nn.Module) -> tuple[Any, Any]:
+def _data(
+    train: Any, held_out: Any, options: DataOptions | None, tokenizer: Any, target: GenerativeModel
+) -> tuple[Any, Any]:
     """Training and evaluation data; sources become `PreparedData`."""
     options = options or DataOptions(chat=bool(getattr(tokenizer, "chat_template", None)))
     if held_out is None:
@@ -209,17 +213,16 @@ def _data(train: Any, held_out: Any, options: DataOptions | None, tokenizer: Any
     return train, _prepared(held_out, replace(options, limit=None), tokenizer, target)
 
 
-def _prepared(source: Source | Any, options: DataOptions, tokenizer: Any, target: nn.Module) -> Any:
+def _prepared(source: Source | Any, options: DataOptions, tokenizer: Any, target: GenerativeModel) -> Any:
     """A source as `prepare_data` makes it for a target: its context, its vocabulary, the tokens at which it stops."""
     if not _is_source(source):
         return source
-    model = unwrap(target)
-    end_ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    end_ids = target.generation_config.eos_token_id if target.generation_config is not None else None
     ends = None if end_ids is None else [end_ids] if isinstance(end_ids, int) else end_ids
-    return prepare_data(source, tokenizer, options, target_config=model.config, end_ids=ends)
+    return prepare_data(source, tokenizer, options, target_config=target.config, end_ids=ends)
 
 
-def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: nn.Module) -> list[PromptIds]:
+def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: GenerativeModel) -> list[PromptIds]:
     """The prompts on which acceptance is measured, without those that leave no space for an answer."""
     if not section.num_prompts:
         return []
@@ -230,7 +233,7 @@ def _prompts(section: EvaluationSection, held_out: Any, tokenizer: Any, target: 
         prompts = prompts_of(held_out.train, section.num_prompts, section.prompt_tokens)
     else:
         return []
-    context = getattr(unwrap(target).config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = math.inf if context is None else context - section.max_new_tokens
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if prompts and not fitting:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate.speculator import Speculator, without_verdicts
 from hf_speculate.stats import SpeculationStats
-from hf_speculate.target import GenerativeModel, unwrap
+from hf_speculate.target import GenerativeModel
 
 from ..methods import TrainingMethod
 from ..target import is_sharded
@@ -67,7 +67,7 @@ class AcceptanceEvaluation:
         self.prompts = list(prompts)
         self.options = options or AcceptanceOptions()
 
-    def measure(self, target: nn.Module, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
+    def measure(self, target: GenerativeModel, method: TrainingMethod, accelerator: Any = None) -> dict[str, float]:
         """Mean acceptance lengths: tokens that a round with a draft emits, the bonus token included.
 
         The processes of an `accelerator` share the prompts out, unless they share the target, which all must run
@@ -84,7 +84,7 @@ class AcceptanceEvaluation:
         prompts = self.prompts[index::count]
         lengths: dict[str, float] = {}
         for name, nodes, temperature in self._settings():
-            stats = self._run(unwrap(target), method, prompts, nodes, temperature)
+            stats = self._run(target, method, prompts, nodes, temperature)
             counts = torch.tensor(
                 [stats.accepted_tokens + stats.bonus_tokens, stats.rounds], dtype=torch.float64, device="cpu"
             )

@@ -21,7 +21,7 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 
 from hf_speculate.attention import tree_backends
 from hf_speculate.errors import SpeculateError, first_line
-from hf_speculate.target import GenerativeModel, unwrap
+from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.hub import check_upload
 
 from ..data import NO_DOCUMENT, Batch, RowDataset
@@ -57,14 +57,14 @@ def check_services(recipe: Recipe, args: TrainingArguments) -> None:
 
 def check_run(run: TrainingRun) -> None:
     """Raises `SpeculateError` if the parts of a run do not go together, or its head or evaluation cannot be made."""
-    recipe, target, method = run.recipe, unwrap(run.target), run.method
+    recipe, target, method = run.recipe, run.target, run.method
     if recipe.target.shard and recipe.features.source == "cache":
         raise RecipeError(
             "target.shard does not go with features.source=cache: processes would run the target unequally often."
         )
     if not any(parameter.requires_grad for parameter in method.parameters()):
         raise RecipeError(f"the method {method.name} has no parameter to train: look at method.head.")
-    TargetReader(run.target, method.feature_layers)
+    TargetReader(target, method.feature_layers)
     try:
         method.drafter(target).check_layout(recipe.output.layout)
     except SpeculateError as error:
@@ -92,7 +92,7 @@ def check_run(run: TrainingRun) -> None:
 
 def check_disk(run: TrainingRun) -> None:
     """Raises `SpeculateError` if feature cache and checkpoints do not fit on their disks."""
-    folder, target = run.recipe.feature_folder, unwrap(run.target)
+    folder, target = run.recipe.feature_folder, run.target
     needs = [(str(run.folder), "checkpoints and head", _output_bytes(run.args, target, run.method))]
     rows = run.train_rows() if run.recipe.features.source == "cache" else None
     if isinstance(rows, RowDataset):
@@ -154,7 +154,7 @@ def _existing(folder: str) -> Path:
 
 def _memory(run: TrainingRun, batch: Batch) -> dict[str, str]:
     """MiB of target, head and states, by what they are."""
-    model = unwrap(run.target)
+    model = run.target
     trained = sum(p.numel() for p in run.method.parameters() if p.requires_grad)
     rows, length = batch["input_ids"].shape
     hidden = model.config.get_text_config(decoder=True).hidden_size

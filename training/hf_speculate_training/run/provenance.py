@@ -11,11 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from hf_speculate.errors import SpeculateError
 from hf_speculate.files import json_writer, replace_files, text_writer
-from hf_speculate.target import unwrap
+from hf_speculate.target import GenerativeModel
 from hf_speculate_gguf import packing_report
 from hf_speculate_plugins.origin import PROVENANCE_FILE, describe_identity
 from hf_speculate_tools.commands import environment
@@ -28,29 +26,28 @@ from .recipe import Recipe
 _FORMAT = 1
 
 
-def describe_use(target: nn.Module, tokenizer: Any) -> dict[str, Any]:
+def describe_use(target: GenerativeModel, tokenizer: Any) -> dict[str, Any]:
     """The target, its identity for users of the head, and the training texts' chat template; JSON-serialisable."""
     template = getattr(tokenizer, "chat_template", None)
     return {
         "target": _target(target),
-        "identity": describe_identity(unwrap(target)),
+        "identity": describe_identity(target),
         "chat_template": template if isinstance(template, str) else None,
     }
 
 
-def _target(target: nn.Module) -> dict[str, Any]:
+def _target(target: GenerativeModel) -> dict[str, Any]:
     """Name, revision, dtype, quantisation, adapters and a fingerprint of the weights."""
-    model = unwrap(target)
-    config = model.config
+    config = target.config
     return {
-        "name": model.name_or_path or None,
+        "name": target.name_or_path or None,
         "revision": getattr(config, "_commit_hash", None),
-        "architecture": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "architecture": type(target).__name__,
+        "dtype": str(target.dtype).removeprefix("torch."),
         "attention": config._attn_implementation,
-        "quantization": _quantization(model),
+        "quantization": _quantization(target),
         "adapters": _adapters(target),
-        "parameters": model.num_parameters(),
+        "parameters": target.num_parameters(),
         "fingerprint": target_fingerprint(target),
     }
 
@@ -87,7 +84,7 @@ def write_recipe(folder: str | os.PathLike, recipe: Recipe) -> None:
     replace_files(folder, {LOCAL_RECIPE_FILE: text_writer(local), RECIPE_FILE: text_writer(public)})
 
 
-def _quantization(model: nn.Module) -> Any:
+def _quantization(model: GenerativeModel) -> Any:
     """The configuration of a quantised model; for packed GGUF files the types of blocks and their backends."""
     if packed := packing_report(model).in_memory:
         types, backends = zip(*packed, strict=True)
@@ -97,7 +94,7 @@ def _quantization(model: nn.Module) -> Any:
     return to_dict() if to_dict else config
 
 
-def _adapters(target: nn.Module) -> dict[str, Any] | None:
+def _adapters(target: GenerativeModel) -> dict[str, Any] | None:
     configs = getattr(target, "peft_config", None)
     if not configs:
         return None

@@ -16,7 +16,7 @@ from hf_speculate.drafting import SavedHead
 from hf_speculate.errors import SpeculateError, UploadError
 from hf_speculate.messages import get_logger
 from hf_speculate.speculator import AutoSpeculator, without_verdicts
-from hf_speculate.target import adapter_fingerprints, unwrap
+from hf_speculate.target import adapter_fingerprints
 from hf_speculate_plugins.origin import read_provenance
 from hf_speculate_tools.check import measure_calibration
 from hf_speculate_tools.hub import CURVES_FILE, card_facts, push_folder, write_card
@@ -120,9 +120,8 @@ def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any
     metrics = trainer.evaluate() if run.recipe.evaluates else {}
     calibration = None
     if run.prompts and (leads or is_sharded(run.target)):
-        model = unwrap(run.target)
         with without_verdicts():
-            calibration = measure_calibration(model, run.method.drafter(model), run.prompts)
+            calibration = measure_calibration(run.target, run.method.drafter(run.target), run.prompts)
     if saved is not None:
         _draw_curves(history, run)
         if calibration is not None:
@@ -135,7 +134,7 @@ def _train(run: TrainingRun, known: dict[str, Any], sessions: list[dict[str, Any
 
 def _write_head(run: TrainingRun, output: OutputSection) -> SavedHead:
     """Writes the head with its card, and loads it once to see that it can be."""
-    saved = run.method.save(output.folder, unwrap(run.target), output.layout)
+    saved = run.method.save(output.folder, run.target, output.layout)
     write_card(output.folder, **card_facts(output.folder, saved), repo_id=output.push_to_hub)
     AutoSpeculator.from_pretrained(output.folder, target=run.target)
     return saved
@@ -179,7 +178,7 @@ def _known(run: TrainingRun) -> dict[str, Any]:
         "recipe": run.recipe.to_dict(),
         "command": sys.argv,
         **(run.use or {}),
-        "adapters": dict(adapter_fingerprints(unwrap(run.target))),
+        "adapters": dict(adapter_fingerprints(run.target)),
         "data": report,
         "head": {
             "method": run.method.name,

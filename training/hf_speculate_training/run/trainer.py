@@ -27,13 +27,13 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from hf_speculate.attention import tree_backends
 from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
-from hf_speculate.target import adapter_fingerprints, unwrap
+from hf_speculate.target import adapter_fingerprints
 from hf_speculate_tools.hub import card_facts, push_folder, write_card
 
 from ..data import NO_DOCUMENT, Batch, Collator, DataOptions
 from ..methods import TrainingMethod, shared_size
 from ..states import TargetReader, write_features
-from ..target import TargetSection
+from ..target import TargetSection, without_wrappers
 from .arguments import HeadTrainingArguments
 from .builder import TrainingRun, arguments_for, build
 from .evaluation import AcceptanceEvaluation
@@ -99,11 +99,11 @@ class HeadTrainer(Trainer):
         data_options: DataOptions | None = None,
     ):
         is_path = isinstance(target, str | os.PathLike)
-        section = TargetSection(path=os.fspath(target)) if is_path else target
-        args = arguments_for(section, method) if args is None else args
+        given = TargetSection(path=os.fspath(target)) if is_path else without_wrappers(target)
+        args = arguments_for(given, method) if args is None else args
         parts = build(
             args,
-            section,
+            given,
             method,
             train_dataset,
             eval_dataset,
@@ -240,7 +240,7 @@ class HeadTrainer(Trainer):
             super().save_model(output_dir, _internal_call=True)
         elif self.args.should_save:
             folder = output_dir or str(self.args.output_dir)
-            saved = self.method.save(folder, unwrap(self.target))
+            saved = self.method.save(folder, self.target)
             write_provenance(folder, self._origin())
             write_card(folder, **card_facts(folder, saved), repo_id=self.args.hub_model_id)
 
@@ -280,7 +280,7 @@ class HeadTrainer(Trainer):
         return {
             "status": "complete",
             **describe_use(self.target, self.processing_class),
-            "adapters": dict(adapter_fingerprints(unwrap(self.target))),
+            "adapters": dict(adapter_fingerprints(self.target)),
             "head": {"method": self.method.name},
             "training": {"steps": self.state.global_step, "epochs": self.state.epoch},
             "metrics": evaluations[-1] if evaluations else {},

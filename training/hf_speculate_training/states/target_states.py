@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_speculate.attention import tree_backends
 from hf_speculate.drafting import FeatureTaps, check_taps
 from hf_speculate.errors import TargetMismatchError
-from hf_speculate.target import GenerativeModel, decoder_of, output_layer, takes_position_ids, unwrap
+from hf_speculate.target import GenerativeModel, decoder_of, output_layer, takes_position_ids
 
 from ..data import Batch
 
@@ -41,7 +41,7 @@ class TargetReader:
     """Runs the target's decoder over packed batches; its output matrix is not run.
 
     Args:
-        target: the model, with its PEFT adapters and quantised weights.
+        target: the model, without wrappers; layers of PEFT adapters and quantised weights are in it.
         feature_layers: layers as in `Drafter.feature_layers`.
 
     Attributes:
@@ -54,10 +54,8 @@ class TargetReader:
             state (soft caps, scales), which a head with that matrix would miss; documents see each other even so.
     """
 
-    def __init__(self, target: nn.Module, feature_layers: Sequence[int]):
-        if getattr(getattr(target, "active_peft_config", None), "is_prompt_learning", False):
-            raise TargetMismatchError("prompt-learning adapters add tokens of their own; LoRA and its kin can be used.")
-        self.target: GenerativeModel = unwrap(target)
+    def __init__(self, target: GenerativeModel, feature_layers: Sequence[int]):
+        self.target = target
         self.feature_layers = tuple(feature_layers)
         self.mask = "positions"
         self._check_layers()

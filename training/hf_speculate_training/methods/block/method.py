@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PretrainedConfig
 
@@ -114,7 +114,7 @@ class BlockMethod(HeadMethod[BlockHead, MethodOptions]):
 
     @classmethod
     def for_target(
-        cls, target: nn.Module, head: DFlashShape, options: MethodOptions, count_tokens: CountTokens
+        cls, target: GenerativeModel, head: DFlashShape, options: MethodOptions, count_tokens: CountTokens
     ) -> Self:
         made = super().for_target(target, head, options, count_tokens)
         if made.head.spec.confidence and not options.confidence_weight:
