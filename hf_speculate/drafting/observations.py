@@ -30,7 +30,7 @@ class Observation(NamedTuple):
 
 
 def new_tokens(tokens: Int[Tensor, "B J"], lengths: Int[Tensor, " B"], is_prompt: bool) -> list[list[int]]:
-    """The tokens of every row that a session which has read the prompt's text does not know yet.
+    """The tokens of every row that are new for a session that knows the text of the prompt.
 
     Args:
         tokens, lengths: see `DraftSession.observe`.

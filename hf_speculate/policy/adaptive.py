@@ -42,10 +42,10 @@ LOSS_CARRIED = 5.0
 # limit keeps such a round from stopping drafts for long.
 _DEBT = 0.1
 _STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
-_PATIENCE = 0.95  # share of a surcharge that may still be paid back one round later
+_PATIENCE = 0.95  # part of the surcharge that is kept from one round to the next
 _DEEPEST = 16  # levels; a draft that may go this deep has no limit
-# Rounds without a draft after which a drafting time from one or two observations is not believed any more. The first
-# drafts may be slow for reasons of their own, and nothing else would ever correct such a time.
+# After this many rounds without a draft, a drafting time from one or two observations is ignored. First drafts are
+# often slow, and without further drafts such a time would never be corrected.
 _MANY_IDLE = 64
 _FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra time to read what it has missed
 
@@ -150,7 +150,7 @@ class AdaptiveSession(PolicySession):
     def learn(self, round: Round) -> None:
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
-        if round.is_warm_up:  # its time says nothing, but what was accepted does
+        if round.is_warm_up:  # its time is not typical, but its accepted tokens count
             if drafted and rows:
                 self._learn_nodes(round, rows)
             return
@@ -222,7 +222,7 @@ class AdaptiveSession(PolicySession):
             return seconds, True
         if self._num_idle > _FEW_IDLE and costs.drafting.is_established(levels, context):
             return costs.drafting_to(levels, context), False
-        # only levels that were asked for cost time; text copied from the prompt may be deeper for free
+        # Only levels that the drafter asked about cost time. Text copied from the prompt may be deeper at no cost.
         if self.known.is_asked:
             if deepening is None or not deepening.is_asked:
                 return seconds, True

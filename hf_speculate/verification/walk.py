@@ -77,7 +77,7 @@ def verify(
         choose = sampler.chooser(logits, tree.clamped, sequences, may_be_tainted=may_be_tainted)
     else:
         choose = look_up(table, tree, may_be_tainted=may_be_tainted)
-    # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's own.
+    # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is from the loop.
     host = tree.host if tree.num_nodes > 1 else None
     if lockstep or (host is None and _is_one_step(sampler, sequences)):
         _Descent(choose, tree, host, sampler, stopping, sequences, verdict, after_step)(

@@ -1,12 +1,14 @@
-"""Dynamic draft trees, for every method that drafts one: the nodes that the drafter finds most probable.
+"""Dynamic draft trees: the nodes that a drafter finds most probable.
 
-`grow_tree` is EAGLE-2's (Li et al., 2024, arXiv:2406.16858): every level expands the `top_k` candidates of highest
-cumulative log-value, each of them proposes `top_k` children, and in the end the `max_nodes` best candidates of all
-levels are kept. `best_tree` is that of DDTree (liranringel/ddtree), for drafters whose scores of deeper nodes cost next
-to nothing (a block of slots, or a bias). DDTree's heap finds it node by node on the host; here it is found level by
-level on the device: no node is worth more than its parent, so of the best N nodes those at one depth are among the best
-N of that depth, and their parents among the best N of the depth before. Every beginning of the result is the best
-smaller tree.
+`grow_tree` is the algorithm of EAGLE-2 (Li et al., 2024, arXiv:2406.16858). Every level expands the `top_k` candidates
+with the highest cumulative log-probability, and each of them proposes `top_k` children. In the end the `max_nodes` best
+candidates of all levels are kept.
+
+`best_tree` finds the tree of DDTree (liranringel/ddtree), for drafters that score deeper nodes at almost no cost (a
+block of slots, or a bias). DDTree finds its nodes one by one, with a heap on the host. Here they are found level by
+level on the device. That is possible because no node has a higher value than its parent: of the best N nodes, those at
+one depth are among the best N of that depth, and their parents are among the best N of the depth above. The first n
+nodes of the result are the best tree of n nodes.
 
 The value of a node is its parent's plus the `log_softmax` of its score (`DraftState.child_scores`), so that a sampled
 request grows its tree along the noise that the target will use. Everything stays on the device of the scores, without
@@ -40,7 +42,7 @@ class Frontier:
             nodes of depth 0 are children of the root.
         num_cached: nodes of `forest` that were run at earlier levels; the others are this level's F nodes.
         previous_index: int64 [B, F], index of each node's parent among the previous level's frontier (zeros at the
-            first level, where all hang on the root).
+            first level, whose parent is the root).
         depth: depth of this level's nodes in the draft tree (>= 1).
     """
 
@@ -76,11 +78,11 @@ def grow_tree(
         top_k: frontier width, and children per expanded node.
         max_nodes: draft nodes that are kept, the root not counted.
         token_ids: target vocabulary id of each score column (None: the column itself).
-        limit: deepest level of which nodes are kept, where `depth` is that of a compiled graph: the first
-            `num_candidates(limit, width)` draft nodes are then the tree.
+        limit: deepest level whose nodes are kept, for a compiled graph that always runs `depth` levels. The tree is
+            then the first `num_candidates(limit, width)` draft nodes.
         goes_on: function that decides before each level but the first whether it pays.
     Returns:
-        A tree of at most `max_nodes` + 1 nodes a row, the best first.
+        A tree of at most `max_nodes` + 1 nodes per row, the best first.
     """
     device, batch_size = root_scores.device, root_scores.shape[0]
     width = min(top_k, root_scores.shape[-1])
@@ -146,7 +148,7 @@ def _to_tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
 
 
 def num_candidates(depth: int, width: int) -> int:
-    """Number of nodes that a tree of so many levels chooses from."""
+    """Number of candidates in a tree of `depth` levels, each of this width."""
     return width + (depth - 1) * width * width
 
 
@@ -155,8 +157,8 @@ def best_nodes(
 ) -> DraftTree:
     """The `max_nodes` best of a pool of nodes [B, P], the best first. A negative parent is the root.
 
-    A child is never better than its parent, and the sort is stable, so that with equal values the parent, which comes
-    first in the pool, is first: every beginning is a tree.
+    A child is never better than its parent. The sort is stable, and parents come first in the pool. So every parent
+    comes before its children, and the first n nodes are a tree.
     """
     count = min(max_nodes, values.shape[1])
     kept_values, kept = (each[:, :count] for each in torch.sort(values, dim=1, descending=True, stable=True))
@@ -187,12 +189,12 @@ def best_tree(
     max_nodes: int,
     limit: Int[Tensor, 1] | None = None,
 ) -> DraftTree:
-    """The best `max_nodes` nodes down to `depth` (>= 1), the best first, and after them nodes of value -inf.
+    """The best `max_nodes` nodes down to `depth` (>= 1), the best first. Impossible nodes, of value -inf, come last.
 
     Args:
         root_ids: node 0 of every row.
-        shares_of: function that scores children, called once a depth, from 0 (the root) on.
-        limit: deepest level that nodes may have, where `depth` is that of a compiled graph.
+        shares_of: function that scores children, called once per depth, from 0 (the root) on.
+        limit: deepest level that nodes may have, for a compiled graph that always runs `depth` levels.
     """
     tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device, dtype=torch.float32)
     in_pool, previous = torch.full_like(tokens, ROOT_PARENT), torch.zeros_like(tokens)
@@ -211,7 +213,7 @@ def best_tree(
         values, chosen = candidates.topk(min(max_nodes, candidates.shape[1]), dim=-1)
         tokens, previous, in_pool = child_tokens.gather(1, chosen), chosen // width, pool_size + chosen
         pool_size += candidates.shape[1]
-        if on_host:  # looking costs nothing here: end where no node below this level can be among the best
+        if on_host:  # reading values needs no wait here: end if no deeper node can be among the best
             best = torch.cat([best, values], dim=1)
             best = best.topk(min(max_nodes, best.shape[1]), dim=-1).values
             if best.shape[1] == max_nodes and bool((values[:, 0] <= best[:, -1]).all()):
@@ -241,7 +243,7 @@ def slot_scores(
 
 
 def slot_shares(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> Shares:
-    """`Shares` of slots that propose the same whatever a node's path is."""
+    """`Shares` of slots whose proposals do not depend on the path."""
     shares, columns = log_shares(scores, min(width, scores.shape[-1]))
     return partial(_of_slot, shares, columns if target_ids is None else target_ids[columns])
 

@@ -21,14 +21,14 @@ from .steps import CompiledSteps, PlainSteps, read_prompt
 
 
 class BlockSession(HeadSession[BlockHead]):
-    """Drafts for one request: trees from one forward of the head a round.
+    """Drafts for one request: trees from one forward of the head per round.
 
-    The context, keys and values of the target's features of every committed token, grows when tokens are committed. Of
-    a block nothing is kept.
+    The context holds keys and values of the target's features of every committed token. It grows when tokens are
+    committed. Entries of a block are never kept.
     """
 
     _steps: PlainSteps | CompiledSteps | None
-    _last: Tensor | None = None  # int64 [B, 2], the root of every row and the token before it, this one first
+    _last: Tensor | None = None  # int64 [B, 2], the token before the root of every row, and the root
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
@@ -60,13 +60,13 @@ class BlockSession(HeadSession[BlockHead]):
             tree = steps.tree(state, depth, None if self._last is None else self._last[:, 0])
         finally:
             reading.drop()
-        # On a device, nodes that are impossible stay: the host would have to wait to see which.
+        # On a device impossible nodes stay, because the host would have to wait to find them.
         return trimmed(tree, state.active) if tree.token_ids.device.type == "cpu" else tree
 
     def _last_two(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """`_last` after rows were told of `lengths` more tokens each."""
+        """`_last` after `lengths[r]` more tokens of each row."""
         last = self._last
-        if last is None:  # of a prompt: only the token before its first feature is not among them
+        if last is None:  # `tokens` are the prompt's; they lack only the token before its first feature
             count = tokens.shape[1]
             text = torch.cat([tokens[:, :1], self._request.input_ids.to(tokens.device)], dim=1)
             last = text[:, max(-count, -text.shape[1]), None].expand(-1, 2)

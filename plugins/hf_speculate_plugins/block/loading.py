@@ -3,7 +3,7 @@
 Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge,
 NVIDIA/Model-Optimizer, vllm-project/speculators and llama.cpp, and SGLang's readers of LFM2.5's DSpark heads and of
 LiLiCorr. They share most names of tensors and differ in the config: where it lies, how layers of the target are
-counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
+counted, which slots propose, which entries a slot sees. This module makes one `BlockSpec` of all of them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         def renamed(name: str) -> str:
             ours = next((to + name.removeprefix(start) for start, to in _STARTS if name.startswith(start)), name)
             ours = plain_name(ours)
-            return name if ours in tensors else ours  # under both names: neither may get lost in silence
+            return name if ours in tensors else ours  # if a file has both names, the account must list both
 
         found = {renamed(name): tensor for name, tensor in tensors.items()}
         if spec is not None and spec.rope_interleaved:

@@ -1,6 +1,6 @@
 """Forwards of a block session, plain and compiled: read the context of a round, draft the tree of a block.
 
-Compiled, both are one graph. It is as deep as the options allow; a tree that is to be less deep is a part of its tree.
+Compiled, both are one graph, as deep as the options allow. A less deep tree is a part of its tree.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PlainSteps:
         self._reading.keep(lengths)
 
     def settle(self) -> None:
-        """Commits the features that wait for the next draft; none do."""
+        """Commits the features that wait for the next draft; here none wait."""
 
     @torch.no_grad()
     def tree(self, state: DraftState, depth: int, before: Int[Tensor, " B"] | None = None) -> DraftTree:

@@ -40,7 +40,7 @@ class LoadReport:
 
 
 class KeyAccount:
-    """The books of one load: every tensor is taken, shared or ignored with a reason, or the load fails.
+    """The account of one load: every tensor is taken, shared or ignored with a reason, or the load fails.
 
         keys = KeyAccount(checkpoint, "EAGLE-3, SafeAILab layout")
         weight = keys.take("fc.weight", (hidden, None))       # None: any size

@@ -86,7 +86,7 @@ def _check_windows(place: ConfigValues, defaults: dict[str, Any]) -> None:
 def rope_of(layer_config: ConfigValues) -> dict[str, Any]:
     """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
-    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
+    if isinstance(found.get("full_attention"), dict):  # one set of parameters per layer type
         if "sliding_attention" in layer_config.texts("layer_types") and len({str(v) for v in found.values()}) > 1:
             raise layer_config.wrong("rope_parameters", "the same RoPE for all layers")
         found = dict(found["full_attention"])

@@ -2,8 +2,8 @@
 
 Sources: llama.cpp's converter and loader of the architectures "eagle3" and "dflash" (October 2026, b11434). A file
 becomes tensors under the names of our modules and a flat config, and back. Rows of queries and keys that llama.cpp
-keeps in pairs are put in order, and `d2t` of target ids becomes `d2t` of offsets. Which heads llama.cpp can run is for
-the methods to say.
+keeps in pairs are put in order, and `d2t` of target ids becomes `d2t` of offsets. The methods decide which heads
+llama.cpp can run.
 """
 
 from __future__ import annotations

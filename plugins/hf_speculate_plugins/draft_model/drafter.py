@@ -213,7 +213,8 @@ class DraftModelDrafter(Drafter):
                 )
 
     def _check_smaller(self, target: GenerativeModel) -> None:
-        """Raises `TargetMismatchError` for the target itself, or equal weights in no fewer bytes: that never pays."""
+        """Raises `TargetMismatchError` for the target itself, and for equal weights that are not smaller: such a draft
+        model is never faster."""
         ours, theirs = unwrap(self.model), unwrap(target)
         sizes = [model.get_memory_footprint(return_buffers=False) for model in (ours, theirs)]
         if ours is not theirs and (sizes[0] < sizes[1] or not _has_same_weights(ours, theirs)):

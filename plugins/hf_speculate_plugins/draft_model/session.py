@@ -24,9 +24,9 @@ from .recorded import recorded_drafts
 class DraftModelSession(DraftSession):
     """The draft model's cache, and the tokens in it.
 
-    `_texts[r]` are the committed tokens after the prompt (root last), `_cached[r]` those in the cache after the prompt,
-    which may end in rejected drafts. The common beginning stays, the rest is fed again. So to take back a draft made
-    ahead in vain, it is enough to take back its text.
+    `_texts[r]` are the committed tokens after the prompt (root last). `_cached[r]` are the tokens in the cache after
+    the prompt, which may end in rejected drafts. The common prefix stays in the cache, and the rest runs again. So to
+    undo a draft that was made ahead, it is enough to restore its text.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DraftModelSession(DraftSession):
         num_prompt, self._has_text = prompt.shape[1], text is not None
         self.cache = self._resumed(text) or TreeCache(cache, batch_size)
         self.scorer = Scorer(self.model, self.cache, mask, shape)
-        # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
+        # The target may have tokens that the draft model lacks, usually padding rows. Any other token replaces them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
         self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
         self._recorded = recorded_drafts(self.scorer, request, options, mask)
@@ -179,7 +179,7 @@ class DraftModelSession(DraftSession):
         self.cache.commit_appended()
 
     def close(self) -> None:
-        """Leaves the cache to the next turn."""
+        """Stores the cache for the next turn of the conversation."""
         if self._has_text and self._has_read_prompt and self._target_cache is not None:
             self._note_chain()
             self.cache.restore()

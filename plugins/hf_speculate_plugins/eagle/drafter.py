@@ -134,7 +134,7 @@ class EagleSession(HeadSession[Any]):
         return self._root_hidden
 
     def _draft_dynamic(self, state: DraftState, steps: Steps) -> DraftTree:
-        """A tree, or where only chains can be verified the best chain."""
+        """A tree, or the best chain if the target cannot score branches."""
         options, depth = self.options, min(self.options.depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
@@ -142,7 +142,7 @@ class EagleSession(HeadSession[Any]):
         width = options.width(state.samples, state.num_nodes if self._compiler is None else None)
         if width > 1 and not state.chains_only:
             return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
-        # The most nodes that a chain may have: the number for this round would be another graph.
+        # Take the largest number of nodes of any chain: the number of this round would need another graph.
         chain = self._tree(state, steps, TreeSize(depth, 1, options.depth))
         return DraftTree.chain(chain.token_ids, chain.values)
 
@@ -156,13 +156,13 @@ class EagleSession(HeadSession[Any]):
 
     @cached_property
     def _mask(self) -> tuple[Tensor, Tensor]:
-        """Token and state of every deeper token of a P-EAGLE draft. The projection that makes them is as large as that
-        of one of the target's layers."""
+        """Token and state of every deeper token of a P-EAGLE draft. They are kept, because their projection is as large
+        as one of a layer of the target."""
         return self._loaded.head.masks(1, 1)
 
     @torch.no_grad()
     def _draft_parallel(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
-        """The best tree of the last entry and the masks after it: two forwards for any depth."""
+        """The best tree from the last entry and the masks after it. It takes two forwards at any depth."""
         head, options, target_ids = self._loaded.head, self.options, self._loaded.target_ids
         depth = min(options.depth, state.max_depth)
         if not depth:

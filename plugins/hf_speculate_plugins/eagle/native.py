@@ -1,8 +1,8 @@
-"""The layers of a head in one native call, on a CPU that has the kernel, and drafts that are one call.
+"""A head's layers, or a whole draft, in one native call, on a CPU that has the kernel.
 
-A level of a draft is a few rows of a small model: as modules it is fifty operations of microseconds, whose calls cost
-more than their arithmetic. The modules stay the reference, and run where the kernel does not. A draft is one call. It
-also reads the entries committed before it. Its reference is `PlainSteps`.
+A level of a draft is a few rows of a small model. As modules it is fifty operations of microseconds, whose calls take
+longer than their arithmetic. The call of a draft also reads the entries committed before it. The modules
+(`PlainSteps`) are the reference, and run if the kernel cannot.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NativeForward:
         self._looked_up: tuple[nn.Module, bool] | None = None
 
     def __getstate__(self):
-        """A copy finds its own weights."""
+        """The head alone: a copy prepares its own weights for the kernel."""
         found = {"_layers": None, "_ranking": None, "_angles": AngleTable(), "_looked_up": None}
         return {"_head": self._head, **found}
 
@@ -67,7 +67,7 @@ class NativeForward:
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
         found = cls(head)
-        found.current_layers()  # making their matrices takes time, which no draft should pay
+        found.current_layers()  # prepare the matrices now, so that no draft has to wait for them
         found.current_ranking()
         return found
 
@@ -79,7 +79,7 @@ class NativeForward:
         cache: Cache,
         masks: Sequence[Tensor | None],
     ) -> Float[Tensor, "B N Hd"] | None:
-        """The result of `EagleHead.forward`; None, and nothing done, where that has to be called.
+        """The result of `EagleHead.forward`; None, and nothing was changed, if the caller must call that instead.
 
         Args:
             masks: masks of a `Place`.
@@ -132,7 +132,7 @@ class NativeForward:
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
-        """The ranking of the layers' outputs, made again or None likewise."""
+        """The ranking of the layers' outputs; it is made again, or None, in the same cases as `current_layers`."""
         if self._ranking is None or not self._ranking.is_current():
             head, spec = self._head, self._head.spec
             norm = head.norm if spec.norm_logits else None
@@ -214,7 +214,7 @@ class NativeSteps(PlainSteps):
     def _native_tree(
         self, root: Tensor, pending: PendingEntries | None, state: DraftState, size: TreeSize
     ) -> DraftTree | None:
-        """The tree; None, and no committed entry changed, where the modules have to draw it.
+        """The tree; None, and no committed entry was changed, if the modules must draft it.
 
         Args:
             root: states of the entry committed last; written to if entries are pending.
@@ -229,7 +229,7 @@ class NativeSteps(PlainSteps):
         if layers is None or ranking is None or sampling is None or not (is_joined and forward.looks_up):
             return None
 
-        @cache  # the first level's is asked for its width, too
+        @cache  # the first level's noise also gives the width
         def noise(depth: int) -> Tensor | None:
             found = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
             return None if found is None else found[:, 0].float().contiguous()

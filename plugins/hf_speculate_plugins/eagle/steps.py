@@ -26,7 +26,7 @@ Pending = tuple[Tensor, Sequence[Tensor], list[int]]
 """Committed entries that are yet to be read: tokens [B, J], the target's features [B, J, Ht], lengths."""
 
 Native = Callable[[Tensor, Tensor, Tensor, Cache, Sequence[Tensor | None]], Tensor | None]
-"""`NativeForward`: runs entries (token ids, states, positions, cache, masks); None where the modules have to."""
+"""`NativeForward`: runs entries (token ids, states, positions, cache, masks); None if the modules must run them."""
 
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
 """`PlainSteps.level`."""
@@ -66,10 +66,13 @@ class PlainSteps:
     def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
-        """Commits pending entries and draws a dynamic tree after them; returns it with the states of the last entry.
+        """Commits pending entries and drafts a dynamic tree after them, in one call.
 
-        None, and nothing done, where the one has to be done after the other. Rows without pending entries keep `root`,
-        the states of the entry committed last.
+        Args:
+            root: states of the entry committed last, for rows without pending entries.
+        Returns:
+            The tree, and the states of the last entry of every row. None, and nothing was changed, if these forwards
+            cannot do both in one call.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Heads of decoder layers, whatever they draft: modules, files, drafter, session, entries read, compiled forwards.
+"""The parts that all heads of decoder layers share: modules, files, drafter, session, KV cache, compiled forwards.
 
 The drafters and sessions of methods are built on these; nothing here knows a method.
 """

@@ -87,5 +87,5 @@ def placed_copy(
 
 
 def _is_made(head: Any, name: str) -> bool:
-    """Whether a shared module was made of rows of the target's, and is not one of its modules."""
+    """Whether a shared module holds a copy of rows of the target's matrix, and so is not a module of the target."""
     return name == "lm_head" and head.spec.draft_vocab_size != head.spec.vocab_size

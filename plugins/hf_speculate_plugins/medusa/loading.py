@@ -116,7 +116,7 @@ def check_backbone(target: GenerativeModel, backbone: Mapping[str, Tensor], fold
 
 
 def _parameter(parameters: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The target's parameter, also inside an adapter; None if its values are not at hand."""
+    """The target's parameter, also inside an adapter; None if its values cannot be read."""
     module, _, leaf = name.rpartition(".")
     found = parameters.get(name, parameters.get(f"{module}.base_layer.{leaf}"))
     return None if found is None or not found.is_floating_point() or found.device.type == "meta" else found

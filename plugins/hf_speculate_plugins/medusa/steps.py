@@ -1,6 +1,6 @@
 """The draft of a round, plain and compiled: heads on the newest state, and a static tree filled with their best tokens.
 
-A compiled draft is one graph. It fills the whole tree; a tree that is to be less deep is a part of it.
+A compiled draft is one graph, which fills the whole tree. A less deep tree is a part of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, states: Float[Tensor, "B J H"], lengths: Sequence[int], num_heads: int) -> Seen:
-        """The states of an observation. Of many, as a prompt has, only the newest are kept."""
+        """The states of an observation. Of a prompt's many states, only the newest are kept."""
         seen = cls(states, [max(length, 1) - 1 for length in lengths])  # ended rows keep one that is never used
         return seen if states.shape[1] <= max_seen(num_heads) else cls(seen.newest()[:, None], [0] * len(lengths))
 
@@ -56,7 +56,7 @@ def max_seen(num_heads: int) -> int:
 
 
 class PlainSteps:
-    """The draft as it is; the reference."""
+    """The draft without compilation; the reference."""
 
     def __init__(self, heads: MedusaHeads, forward: HeadForward):
         self._heads, self._forward = heads, forward

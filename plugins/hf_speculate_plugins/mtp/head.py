@@ -129,7 +129,7 @@ class MtpHead(FeedingHead[MtpSpec]):
         self._rotary_options = {"layer_type": spec.layer_type} if has_types else {}
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
-        """The draft states that the target's features stand for: the only feature itself."""
+        """The draft states for the target's features: the only feature itself."""
         return features[0].to(device=self.device, dtype=self.dtype)
 
     def prompt_embeddings(

@@ -120,8 +120,10 @@ def _save(model: GenerativeModel, folder: Path, scratch: Path, options: Mapping[
 
 
 def _add_layers(model: GenerativeModel, folder: Path, scratch: Path) -> tuple[list[str], CheckpointError | None]:
-    """Adds draft layers to the model in a scratch folder: their names, and why there are none though a file has some.
+    """Adds draft layers to the model in a scratch folder.
 
+    Returns:
+        Names of the added tensors, and the error if draft layers were found but cannot be read.
     Raises:
         CheckpointError: they cannot be written; or they cannot be read, and the model would overwrite them.
     """

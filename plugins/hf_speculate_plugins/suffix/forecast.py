@@ -1,6 +1,6 @@
-"""The text that is likely next where an object of a schema is being written.
+"""Likely continuations of a JSON object that follows a schema.
 
-A forecast continues over brackets, keys and constants to where something free begins: a text, a number, a choice.
+A forecast contains brackets, keys and constants, up to the next free value: a text, a number or a choice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .json_text import JsonText, Level, Place
 from .schemas import Shape
 
 
-# Alternatives that are looked at and that are kept.
+# Largest number of alternatives to consider, and to keep.
 _MAX_LOOKED_AT, _MAX_WAYS = 128, 24
-# Most levels that one forecast opens, and values that it adds to a level: schemas may be recursive.
+# Largest number of levels that a forecast opens, and of values that it adds to a level. Schemas may be recursive.
 _MAX_OPENED, _MAX_ADDED = 3, 6
-_OPTIONAL = 0.7  # share of a key that may be left out
+_OPTIONAL = 0.7  # assumed probability that an optional key is written
 _UNIT = "  "
 _OPENING = re.compile(r"(?:<(?P<tag>[\w|]+)>|(?P<fence>```)\w*)(?P<gap>\s*)$")
 
@@ -45,7 +45,7 @@ class Forecast(NamedTuple):
     """A likely continuation.
 
     Attributes:
-        kind: the question that the ways answer: "open", "key", "choice", "text", "number" or "more".
+        kind: kind of text that comes next: "open", "key", "choice", "text", "number" or "more".
         ways: continuations, likely ones first.
     """
 
@@ -114,7 +114,7 @@ class _Writer:
             return found
         if word == '"':  # an empty text is rare
             return None
-        # Where a free value ends is not known; if it ends here, what follows is.
+        # The end of a free value is unknown. But if it ends here, the text after it is known.
         ending = "" if place == Place.WORD else '"'
         return _rest("text" if ending else "number", self._written(level, ending), "")
 
@@ -193,7 +193,7 @@ class _Writer:
             yield from (w.prefixed("{") for w in self._keys(inner, gap))
 
     def _after_value(self, level: Level | None) -> Iterator[Continuation]:
-        """The comma or the bracket after a finished value, and so on."""
+        """The comma or the bracket after a finished value, and the text after that."""
         if level is None:
             yield from self._owner.ends(self._text)
             return
@@ -275,7 +275,7 @@ def _shared(ways: Iterable[Continuation]) -> list[Continuation]:
 
 
 def _rest(kind: str, ways: Iterable[Continuation], written: str) -> Forecast | None:
-    """The ways that begin with what is written already, without that."""
+    """The ways that begin with `written`, each without that text."""
     size = len(written)
     left = [
         way._replace(text=way.text[size:])

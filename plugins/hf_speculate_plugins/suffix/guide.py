@@ -1,4 +1,4 @@
-"""Forecasts as tokens: where a text stands among the continuations that its schemas allow."""
+"""Forecasts as tokens, and the position of a text among the continuations that its schemas allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schemas import Shape
 _REPLACEMENT = "\ufffd"  # tokenizers write it for bytes that are not a whole character yet
 # Prompt tokens that are read, for an answer whose beginning the caller has written.
 _NUM_PROMPT_TOKENS = 64
-# Tokens that may wait to be read while nothing depends on them, and texts whose tokens are remembered.
+# Largest number of tokens that stay unread while nothing depends on them, and of texts whose tokens are cached.
 _MAX_UNREAD, _MAX_REMEMBERED = 64, 1 << 16
 
 Component = tuple[str, int, int]
@@ -36,7 +36,7 @@ def _component(kind: str, is_later: int) -> Component:
 
 
 class Vocabulary:
-    """Texts of tokens, and tokens of texts, which are remembered.
+    """Texts of tokens, and tokens of texts, which are cached.
 
     Attributes:
         stop: text of the token that ends an answer; "" if there is none.
@@ -133,11 +133,12 @@ class Guide:
 
 
 class Position:
-    """A place in a text, or in a draft after it. It does not change.
+    """An immutable position in a text, or in a draft after it.
 
     Args:
-        unread: tokens since then.
-        kind, chains: continuations that the unread tokens have followed so far; None if they are to be found.
+        text: reader of the text up to the unread tokens.
+        unread: last tokens, which `text` has not read yet.
+        kind, chains: continuations that the unread tokens have followed so far; None if they must be found first.
     """
 
     __slots__ = ("_chains", "_guess", "_guide", "_kind", "_last", "_next", "_text", "_unread")

@@ -27,7 +27,7 @@ _KINDS: dict[str, Any] = {"format": str, "vocab_size": int, "max_tokens": int, "
 
 @dataclass
 class _StoredRequest:
-    """One request's output, and where its index has read to."""
+    """One request's output, and the cursor of its counts."""
 
     adapters: str
     tokens: list[int] = field(default_factory=list)
@@ -38,8 +38,8 @@ class SuffixStore:
     """Outputs of earlier requests, counted apart for each set of the target's adapters, and what the target found
     probable after each token (`RecycledRows`; neither saved nor taken back with a request). May be shared by threads.
 
-    Whoever may send requests can find out by their timing what others' requests have written here; texts are never
-    changed by it. One store for people who may not read each other's texts is a leak.
+    A store never changes a text. But it changes the speed of requests, so by timing them, a user can find out what the
+    requests of others have written. Do not share a store between people who may not read each other's texts.
 
     Args:
         max_tokens: most tokens of all outputs; above it the oldest request's go.
@@ -116,7 +116,7 @@ class SuffixStore:
                 self.counts(request.adapters).remove(request.tokens)
 
     def clear(self) -> None:
-        """Drops everything; requests that run on are not recorded."""
+        """Drops everything. Outputs of requests that are still running are not stored."""
         with self.lock:
             self._recycled.clear()
             for number in list(self._requests):
