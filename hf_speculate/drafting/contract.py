@@ -103,8 +103,9 @@ class DraftSession(ABC):
         however the call ends.
 
         It is called if `Drafter.drafts_ahead` is set, on a separate thread while the target verifies. Nothing else of
-        the session is called until it returns. It draws no random numbers but the state's noise. If `state.goes_on` is
-        False, the draft is not needed any more and it may return early.
+        the session is called until it returns. It draws no random numbers but the state's noise. If
+        `state.should_continue` is False, it may return early: another level does not pay, or the draft is not needed
+        any more.
 
         Args:
             state: state of a request with one row. Its root is the last token of `path`, or the session's own root if

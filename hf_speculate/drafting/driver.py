@@ -21,7 +21,7 @@ from .choices import Choices
 from .contract import Drafter, DraftSession
 from .features import FeatureTaps
 from .observations import Observation, Observations
-from .requests import Deepening, DraftRequest, DraftState
+from .requests import DraftRequest, DraftState, EarlyStopping
 
 
 Answer = TypeVar("Answer")
@@ -139,7 +139,7 @@ class Drafting:
         max_depth: int,
         *,
         chains_only: bool,
-        deepening: Deepening | None = None,
+        early_stopping: EarlyStopping | None = None,
         num_nodes: float | None = None,
     ) -> DraftState:
         """The situation before a round."""
@@ -153,7 +153,7 @@ class Drafting:
             max_depth=max_depth,
             chains_only=chains_only,
             num_emitted=tuple(sequences.num_emitted),
-            deepening=deepening,
+            early_stopping=early_stopping,
             num_nodes=num_nodes,
             _noise=noise if shares_noise else None,
             _warpers=sampler.warpers,

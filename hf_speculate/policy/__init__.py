@@ -15,6 +15,6 @@ from .contract import DraftPolicy as DraftPolicy
 from .contract import PolicyRequest as PolicyRequest
 from .contract import PolicySession as PolicySession
 from .contract import Situation as Situation
-from .deepening import PathProbabilities as PathProbabilities
+from .early_stopping import PathProbabilities as PathProbabilities
 from .fixed import Fixed as Fixed
 from .fixed import Replay as Replay

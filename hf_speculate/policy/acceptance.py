@@ -92,15 +92,16 @@ class Acceptance:
             price: cost of scoring one more node, in tokens.
         """
         worth, mass = [0.0], [1.0]
-        for row, found in zip(rows, probabilities, strict=True):
-            for depth, parent, share in zip(node_depths(host.parents[row]), host.parents[row], found, strict=True):
+        for row, of_row in zip(rows, probabilities, strict=True):
+            parents = host.parents[row]
+            for depth, parent, probability in zip(node_depths(parents), parents, of_row, strict=True):
                 if parent < 0:
                     continue
                 while depth >= len(worth):
                     worth.append(0.0)
                     mass.append(0.0)
-                worth[depth] += max(share - price, 0.0) / len(rows)
-                mass[depth] += share / len(rows)
+                worth[depth] += max(probability - price, 0.0) / len(rows)
+                mass[depth] += probability / len(rows)
         for depth in range(1, len(worth)):
             if depth > len(self._levels):
                 self._levels.append((Average(), Average()))
@@ -112,8 +113,8 @@ class Acceptance:
         width = max(map(len, probabilities), default=0)
         self._nodes += [Average() for _ in range(width - len(self._nodes))]
         for node in range(width):
-            shares = (found[node] for found in probabilities if node < len(found))
-            self._nodes[node].add(sum(shares) / len(probabilities))
+            total = sum(of_row[node] for of_row in probabilities if node < len(of_row))
+            self._nodes[node].add(total / len(probabilities))
 
     def fade(self) -> None:
         """Gives all earlier rounds less weight; called once a round."""

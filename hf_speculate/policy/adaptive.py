@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..drafting import Deepening
+from ..drafting import EarlyStopping
 from ..target import GenerativeModel
 from ..tree import DraftTree, Round
 from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
-from .deepening import WhilePaying
+from .early_stopping import WhilePaying
 
 
 # Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards.
@@ -60,7 +60,7 @@ class Known:
         tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
         nodes: number of draft nodes of recent rounds with a draft.
         num_idle: number of rounds since the last draft.
-        is_asked: whether the drafter checks before every level (`DraftState.goes_on`).
+        is_asked: whether the drafter checks before every level (`DraftState.should_continue`).
     """
 
     acceptance: Acceptance
@@ -106,26 +106,26 @@ class AdaptiveSession(PolicySession):
         self._num_idle = 0
         self._surcharge = 0.0
         self._situation = Situation((), 0, 0)
-        self._deepening: WhilePaying | None = None
+        self._early_stopping: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored)
-        self._situation, self._deepening = situation, None
+        self._situation, self._early_stopping = situation, None
         # Measure plain decoding first: without it nothing can be compared.
         if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
-        self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
+        self._early_stopping = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
         if not self._costs.drafting and not self._costs.widths:
             return Budget(None, 1)  # one level measures what a level costs; recordings for it would cost more
         return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
-    def deepening(self) -> Deepening | None:
-        return self._deepening
+    def early_stopping(self) -> EarlyStopping | None:
+        return self._early_stopping
 
     def num_nodes(self) -> float | None:
         return self.known.nodes.mean
 
-    def deepening_ahead(self) -> Deepening | None:
+    def early_stopping_ahead(self) -> EarlyStopping | None:
         return WhilePaying(self.known.acceptance, self._situation.rows, self._price_of_level)
 
     def cut(self, tree: DraftTree) -> DraftTree:
@@ -134,7 +134,7 @@ class AdaptiveSession(PolicySession):
         Reading a tree back from a device would stall it. Such a tree is cut to the node count that paid in recent
         rounds.
         """
-        if self._deepening is not None and self._deepening.is_asked:
+        if self._early_stopping is not None and self._early_stopping.is_asked:
             self.known.is_asked = True
         if tree.reading.is_on_device:
             return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
@@ -158,14 +158,14 @@ class AdaptiveSession(PolicySession):
         taken, is_cold = round.seconds.total - round.seconds.drafting, not costs.drafting.has_begun
         costs.rounds.record(costs.width(drafted), taken, context)
         seconds = costs.verifying(drafted, context)
-        if self._deepening is None:
+        if self._early_stopping is None:
             costs.record_idle(round.seconds.drafting, context)
             seconds += costs.idle(context)
         charged = quiet = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
             charged, quiet = self._charged(taken, seconds, is_known or is_cold)
-        if self._deepening is not None:
+        if self._early_stopping is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
             more = self._charged(round.seconds.drafting, expected, is_known)
@@ -173,9 +173,9 @@ class AdaptiveSession(PolicySession):
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        self._num_idle = 0 if self._deepening is not None else self._num_idle + 1
-        self.known.num_idle = 0 if self._deepening is not None else self.known.num_idle + 1
-        self._book(tokens if self._deepening is not None else None, charged, quiet)
+        self._num_idle = 0 if self._early_stopping is not None else self._num_idle + 1
+        self.known.num_idle = 0 if self._early_stopping is not None else self.known.num_idle + 1
+        self._book(tokens if self._early_stopping is not None else None, charged, quiet)
         if drafted:
             self.known.nodes.add(drafted)
             self._learn_nodes(round, rows)
@@ -211,7 +211,7 @@ class AdaptiveSession(PolicySession):
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:
         """Learns from the time that a draft took. Returns the time expected for such a draft, and whether that estimate
         is reliable."""
-        levels, deepening, seconds = round.depth, self._deepening, round.seconds.drafting
+        levels, early_stopping, seconds = round.depth, self._early_stopping, round.seconds.drafting
         costs, context = self._costs, self._situation.context
         if not costs.widths and (costs.drafting if levels else costs.asking).skip_cold(max(levels, 1)):
             return min(seconds, costs.drafting_to(levels, context) if levels else costs.idle(context)), True
@@ -224,9 +224,9 @@ class AdaptiveSession(PolicySession):
             return costs.drafting_to(levels, context), False
         # Only levels that the drafter asked about cost time. Text copied from the prompt may be deeper at no cost.
         if self.known.is_asked:
-            if deepening is None or not deepening.is_asked:
+            if early_stopping is None or not early_stopping.is_asked:
                 return seconds, True
-            levels = deepening.levels
+            levels = early_stopping.levels
         costs.drafting.record(levels, seconds, context)
         return costs.drafting_to(levels, context), costs.drafting.is_established(levels, context)
 

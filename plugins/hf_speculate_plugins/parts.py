@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hf_speculate.drafting import Calibration, Deepening, DraftSession, DraftState, Observation, joined
+from hf_speculate.drafting import Calibration, DraftSession, DraftState, EarlyStopping, Observation, joined
 from hf_speculate.policy import Acceptance, Average, PathProbabilities
 from hf_speculate.tree import HostTree, TreeRow
 
@@ -140,8 +140,8 @@ class Part:
         start = perf_counter()
         self.read()
         calibration = self.known.acceptance.calibration
-        deepening = None if state.deepening is None else _in_probabilities(state.deepening, calibration)
-        self.tree = self.session.draft(replace(state, deepening=deepening)).host
+        early_stopping = None if state.early_stopping is None else _in_probabilities(state.early_stopping, calibration)
+        self.tree = self.session.draft(replace(state, early_stopping=early_stopping)).host
         self.drafts = [(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
         self.seconds = perf_counter() - start
 
@@ -175,15 +175,15 @@ class Part:
             self.known.acceptance.count(self.drafts[row][0], path, tokens)
 
 
-def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepening:
-    """A decision that calls `deepening` with calibrated probabilities in place of the drafter's own values."""
+def _in_probabilities(early_stopping: EarlyStopping, calibration: Calibration) -> EarlyStopping:
+    """A decision that calls `early_stopping` with calibrated probabilities in place of the drafter's own values."""
     probabilities = PathProbabilities(calibration)
 
-    def goes_on(values: Tensor, previous: Tensor | None = None) -> bool:
+    def should_continue(values: Tensor, previous: Tensor | None = None) -> bool:
         found = probabilities(values, previous)
-        return deepening(
+        return early_stopping(
             torch.tensor([[value_of(each) for each in row] for row in found], dtype=torch.float32, device="cpu"),
             previous,
         )
 
-    return goes_on
+    return should_continue

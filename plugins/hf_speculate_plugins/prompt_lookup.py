@@ -118,7 +118,7 @@ class PromptLookupSession(DraftSession):
     def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> TreeRow:
         options = self.options
         depth = min(options.depth, state.max_depth)
-        tokens, parents, shares = [root], [ROOT_PARENT], [1.0]
+        tokens, parents, probs = [root], [ROOT_PARENT], [1.0]
         branches, rest = 1 if state.chains_only else _NUM_BRANCHES, 1.0
         for match_size, start in index.continuations(branches):
             node = 0
@@ -130,13 +130,13 @@ class PromptLookupSession(DraftSession):
                     child = len(tokens)
                     tokens.append(token)
                     parents.append(node)
-                    shares.append((shares[node] if node else rest) * _share_right(match_size + copied))
+                    probs.append((probs[node] if node else rest) * _prob_right(match_size + copied))
                 node = child
-            rest *= 1 - _share_right(match_size)  # at most one child of the root is right
-        return TreeRow(tokens, parents, [math.log(share) for share in shares])
+            rest *= 1 - _prob_right(match_size)  # at most one child of the root is right
+        return TreeRow(tokens, parents, [math.log(prob) for prob in probs])
 
 
-def _share_right(match_size: int) -> float:
+def _prob_right(match_size: int) -> float:
     """Assumed probability that the token after a match of this size follows again. Only the order of these values
     matters."""
     return match_size / (match_size + 1)

@@ -12,7 +12,7 @@ nodes of the result are the best tree of n nodes.
 
 The value of a node is its parent's plus the `log_softmax` of its score (`DraftState.child_scores`), so that a sampled
 request grows its tree along the noise that the target will use. Everything stays on the device of the scores, without
-host synchronisation; a tree on a CPU may end early (`DraftState.goes_on`).
+host synchronisation; a tree on a CPU may end early (`DraftState.should_continue`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_speculate.drafting import Warpers, rank_children
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan, TreeRow
 
-from .top_shares import takes, top_shares
+from .top_log_probs import takes, top_log_probs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Frontier:
 
 
 Expand = Callable[[Frontier], Float[Tensor, "B F W"]]
-GoesOn = Callable[[Float[Tensor, "B F"], Int[Tensor, "B F"]], bool]
+ShouldContinue = Callable[[Float[Tensor, "B F"], Int[Tensor, "B F"]], bool]
 
 
 def grow_tree(
@@ -66,7 +66,7 @@ def grow_tree(
     max_nodes: int,
     token_ids: Int[Tensor, " W"] | None = None,
     limit: Int[Tensor, 1] | None = None,
-    goes_on: GoesOn | None = None,
+    should_continue: ShouldContinue | None = None,
 ) -> DraftTree:
     """Grows a dynamic tree.
 
@@ -80,13 +80,13 @@ def grow_tree(
         token_ids: target vocabulary id of each score column (None: the column itself).
         limit: deepest level whose nodes are kept, for a compiled graph that always runs `depth` levels. The tree is
             then the first `num_candidates(limit, width)` draft nodes.
-        goes_on: function that decides before each level but the first whether it pays.
+        should_continue: function that decides before each level but the first whether to draft it; None drafts all.
     Returns:
         A tree of at most `max_nodes` + 1 nodes per row, the best first.
     """
     device, batch_size = root_scores.device, root_scores.shape[0]
     width = min(top_k, root_scores.shape[-1])
-    values, columns = log_shares(root_scores, width)  # [B, K]
+    values, columns = best_log_probs(root_scores, width)  # [B, K]
     pool_values, pool_tokens = [values], [_to_tokens(columns, token_ids)]
     pool_parents = [torch.full_like(columns, ROOT_PARENT)]  # index into the pool
     frontier_tokens, frontier_values = pool_tokens[0], values
@@ -97,12 +97,12 @@ def grow_tree(
     num_cached, pool_size = 0, width
 
     for level in range(1, depth):
-        if goes_on is not None and not goes_on(frontier_values, previous):
+        if should_continue is not None and not should_continue(frontier_values, previous):
             depth = level
             break
         forest = DraftTree(forest_tokens, forest_parents, max_depth=level - 1, plan=plan)
         scores = expand(Frontier(forest=forest, num_cached=num_cached, previous_index=previous, depth=level))
-        child_values, columns = log_shares(scores, width)  # [B, F, K]
+        child_values, columns = best_log_probs(scores, width)  # [B, F, K]
         candidates = (frontier_values[..., None] + child_values).flatten(1)  # [B, F * K]
         if limit is not None:
             candidates = candidates.masked_fill(limit < level + 1, -torch.inf)
@@ -133,10 +133,10 @@ def grow_tree(
     )
 
 
-def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
+def best_log_probs(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
     """`log_softmax` of the best `count` columns, and these columns, best first."""
     if takes(scores, count):
-        return top_shares(scores, count)
+        return top_log_probs(scores, count)
     if scores.is_cuda:  # one kernel instead of eight
         return torch.log_softmax(scores, dim=-1, dtype=torch.float32).topk(count, dim=-1)
     best, columns = scores.float().topk(count, dim=-1)
@@ -176,14 +176,16 @@ def best_nodes(
     )
 
 
-Shares = Callable[[int, Int[Tensor, "B W"], Int[Tensor, "B W"]], tuple[Float[Tensor, "B W K"], Int[Tensor, "B W K"]]]
-"""(depth, tokens of W nodes there, where each one's parent was among the nodes of the call before) -> log-probabilities
-of K children of each, -inf for none, and their tokens."""
+ChildLogProbs = Callable[
+    [int, Int[Tensor, "B W"], Int[Tensor, "B W"]], tuple[Float[Tensor, "B W K"], Int[Tensor, "B W K"]]
+]
+"""(depth, tokens of W nodes there, index of each one's parent in the previous call) -> log-probabilities of K children
+of each node, -inf for none, and their tokens."""
 
 
 def best_tree(
     root_ids: Int[Tensor, " B"],
-    shares_of: Shares,
+    log_probs_of: ChildLogProbs,
     *,
     depth: int,
     max_nodes: int,
@@ -193,7 +195,7 @@ def best_tree(
 
     Args:
         root_ids: node 0 of every row.
-        shares_of: function that scores children, called once per depth, from 0 (the root) on.
+        log_probs_of: function that scores children, called once per depth, from 0 (the root) on.
         limit: deepest level that nodes may have, for a compiled graph that always runs `depth` levels.
     """
     tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device, dtype=torch.float32)
@@ -202,11 +204,11 @@ def best_tree(
     pool_size, best = 0, values[:, :0]
     on_host = limit is None and root_ids.device.type == "cpu"
     for level in range(depth):
-        shares, child_tokens = shares_of(level, tokens, previous)
+        log_probs, child_tokens = log_probs_of(level, tokens, previous)
         if limit is not None:
-            shares = shares.masked_fill(limit <= level, -torch.inf)
-        width = shares.shape[-1]
-        candidates, child_tokens = (values[..., None] + shares).flatten(1), child_tokens.flatten(1)
+            log_probs = log_probs.masked_fill(limit <= level, -torch.inf)
+        width = log_probs.shape[-1]
+        candidates, child_tokens = (values[..., None] + log_probs).flatten(1), child_tokens.flatten(1)
         pool.append((candidates, child_tokens, in_pool.repeat_interleave(width, dim=1)))
         if level == depth - 1:
             break
@@ -242,12 +244,14 @@ def slot_scores(
     return scores[:, 0].unflatten(0, logits.shape[:2])
 
 
-def slot_shares(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> Shares:
-    """`Shares` of slots whose proposals do not depend on the path."""
-    shares, columns = log_shares(scores, min(width, scores.shape[-1]))
-    return partial(_of_slot, shares, columns if target_ids is None else target_ids[columns])
+def slot_log_probs(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> ChildLogProbs:
+    """`ChildLogProbs` of slots whose proposals do not depend on the path."""
+    log_probs, columns = best_log_probs(scores, min(width, scores.shape[-1]))
+    return partial(_of_slot, log_probs, columns if target_ids is None else target_ids[columns])
 
 
-def _of_slot(shares: Tensor, token_ids: Tensor, depth: int, tokens: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+def _of_slot(
+    log_probs: Tensor, token_ids: Tensor, depth: int, tokens: Tensor, previous: Tensor
+) -> tuple[Tensor, Tensor]:
     form = -1, tokens.shape[1], -1
-    return shares[:, depth, None].expand(*form), token_ids[:, depth, None].expand(*form)
+    return log_probs[:, depth, None].expand(*form), token_ids[:, depth, None].expand(*form)

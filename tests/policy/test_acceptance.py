@@ -10,7 +10,7 @@ import torch
 
 from hf_speculate.drafting import Calibration
 from hf_speculate.policy import Acceptance
-from hf_speculate.policy.deepening import WhilePaying
+from hf_speculate.policy.early_stopping import WhilePaying
 from hf_speculate.tree import HostTree, TreeRow
 
 
@@ -68,7 +68,7 @@ def test_levels_are_worth_what_their_nodes_are_without_their_price():
     assert acceptance.nodes()[:3] == pytest.approx([0.6, 0.05, 0.3], abs=0.03)
 
 
-class TestDeepening:
+class TestEarlyStopping:
     def test_a_level_pays_while_what_it_hangs_on_is_likely(self):
         asked = WhilePaying(Acceptance(Calibration()), [0], price=0.4)
         assert not asked.is_asked

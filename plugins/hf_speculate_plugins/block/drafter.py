@@ -12,7 +12,7 @@ from hf_speculate.target import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
+from ..heads import HeadCache, HeadDrafter, HeadSession, LoadedHead
 from ..trees import trimmed
 from .head import BlockHead
 from .saving import BlockFiles
@@ -42,16 +42,16 @@ class BlockSession(HeadSession[BlockHead]):
         if steps is not None:
             steps.context(states, lengths.tolist())
             return
-        reading = self._begin(tokens)
-        last = read_prompt(head, reading, head.join(states))
-        self._steps = PlainSteps(self._loaded, reading, self.options, last)
+        head_cache = self._begin(tokens)
+        last = read_prompt(head, head_cache, head.join(states))
+        self._steps = PlainSteps(self._loaded, head_cache, self.options, last)
         if self._compiler is not None:
-            self._steps = CompiledSteps(self._steps, self._loaded, reading, self.options, self._compiler)
+            self._steps = CompiledSteps(self._steps, self._loaded, head_cache, self.options, self._compiler)
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> DraftTree:
-        reading, steps, spec = self._reading, self._steps, self._loaded.head.spec
-        if reading is None or steps is None:
+        head_cache, steps, spec = self._head_cache, self._steps, self._loaded.head.spec
+        if head_cache is None or steps is None:
             raise RuntimeError("draft() before the first observe()")
         depth = min(self.options.depth or spec.max_depth, spec.max_depth, state.max_depth)
         if not depth:
@@ -59,7 +59,7 @@ class BlockSession(HeadSession[BlockHead]):
         try:
             tree = steps.tree(state, depth, None if self._last is None else self._last[:, 0])
         finally:
-            reading.drop()
+            head_cache.drop()
         # On a device impossible nodes stay, because the host would have to wait to find them.
         return trimmed(tree, state.active) if tree.token_ids.device.type == "cpu" else tree
 
@@ -73,10 +73,10 @@ class BlockSession(HeadSession[BlockHead]):
         ends = to_device(lengths, tokens.device)[:, None] + torch.arange(2, device=tokens.device, dtype=torch.long)
         return torch.cat([last, tokens], dim=1).gather(1, ends)
 
-    def _left(self, reading: Reading) -> Reading:
+    def _left(self, head_cache: HeadCache) -> HeadCache:
         if self._steps is not None:
             self._steps.settle()
-        return reading
+        return head_cache
 
 
 class BlockDrafter(HeadDrafter[BlockHead]):

@@ -16,7 +16,7 @@ from hf_speculate.drafting import DraftState, Warpers, warped
 from hf_speculate.transfers import to_device
 
 from ..heads import LoadedHead
-from ..trees import Shares, slot_scores, slot_shares
+from ..trees import ChildLogProbs, slot_log_probs, slot_scores
 from .head import BlockHead
 from .spec import BlockOptions, BlockSpec
 
@@ -122,11 +122,11 @@ class BlockScores:
             features = features[:, first : first + depth]
         return cls(head, request, states, features, carried)
 
-    def shares(self) -> Shares:
+    def child_log_probs(self) -> ChildLogProbs:
         """The function that `best_tree` calls for every level."""
         if self._head.spec.scores_pairs:
             return self._after_parents
-        return slot_shares(self.ranked, self._request.target_ids, self._request.width)
+        return slot_log_probs(self.ranked, self._request.target_ids, self._request.width)
 
     def following(
         self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W _"] | None = None
@@ -172,14 +172,14 @@ class BlockScores:
         return head.markov_head.inputs(states, head.codes(token_ids), carried, depth + head.spec.first_slot)
 
     def _after_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """The `Shares` of a head that scores pairs."""
+        """The `ChildLogProbs` of a head that scores pairs."""
         carried = self._carried
         if depth and carried is not None:
             carried = carried.gather(1, previous[..., None].expand(-1, -1, carried.shape[-1]))
         scores, self._carried = self.following(depth, token_ids, carried)
-        shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
+        log_probs, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
         columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)
-        return shares, self.to_target(columns)
+        return log_probs, self.to_target(columns)
 
 
 class LatticeScores(BlockScores):

@@ -16,7 +16,7 @@ from hf_speculate.target import GenerativeModel, num_positions, supported_shape,
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..trees import Frontier, grow_tree, log_shares
+from ..trees import Frontier, best_log_probs, grow_tree
 from .options import DraftModelOptions
 from .recorded import recorded_drafts
 
@@ -215,15 +215,15 @@ class DraftModelSession(DraftSession):
         values = [torch.zeros(len(columns[0]), device=logits.device, dtype=torch.float32)]
         path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
-            if level and not state.goes_on(values[-1][:, None]):
+            if level and not state.should_continue(values[-1][:, None]):
                 break
             if level:
                 output = self.scorer(DraftTree.root_only(columns[-1]), [p + level - 1 for p in self._positions])
                 self.cache.keep(path)
                 logits = self._logits(output)[:, 0]
-            shares, best = log_shares(state.child_scores(logits[:, None], depth=level)[:, 0], 1)
+            log_probs, best = best_log_probs(state.child_scores(logits[:, None], depth=level)[:, 0], 1)
             columns.append(best[:, 0])
-            values.append(values[-1] + shares[:, 0])
+            values.append(values[-1] + log_probs[:, 0])
         chain = DraftTree.chain(torch.stack(columns, dim=1), torch.stack(values, dim=1))
         self._run_chain = list(self.cache.rows), chain
         return self._run_chain[1]
@@ -249,7 +249,7 @@ class DraftModelSession(DraftSession):
             depth=depth,
             top_k=self.options.top_k,
             max_nodes=self.options.max_nodes,
-            goes_on=state.goes_on,
+            should_continue=state.should_continue,
         )
         self.cache.restore()
         return tree

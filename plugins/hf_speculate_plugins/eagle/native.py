@@ -33,7 +33,7 @@ from hf_speculate_gguf.native import (
     tree_rows,
 )
 
-from ..heads import LoadedHead, Reading
+from ..heads import HeadCache, LoadedHead
 from .head import EagleHead, EntryLayer
 from .spec import TreeSize
 from .steps import Pending, PlainSteps
@@ -185,8 +185,8 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
 class NativeSteps(PlainSteps):
     """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request needs."""
 
-    def __init__(self, loaded: LoadedHead[EagleHead], reading: Reading, native: NativeForward):
-        super().__init__(loaded, reading, native)
+    def __init__(self, loaded: LoadedHead[EagleHead], head_cache: HeadCache, native: NativeForward):
+        super().__init__(loaded, head_cache, native)
         self._forward = native
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
@@ -197,7 +197,7 @@ class NativeSteps(PlainSteps):
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         token_ids, features, lengths = pending
-        has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
+        has_holes = set(lengths) != {token_ids.shape[1]} or self._head_cache.visible() is not None
         if has_holes or not self._forward.looks_up:
             return None
         head = self._loaded.head
@@ -207,7 +207,7 @@ class NativeSteps(PlainSteps):
         tree = self._native_tree(states, self._forward.pending_entries(token_ids, features), state, size)
         if tree is None:
             return None
-        self._reading.keep(lengths)
+        self._head_cache.keep(lengths)
         return tree, states
 
     @torch.no_grad()
@@ -220,7 +220,7 @@ class NativeSteps(PlainSteps):
             root: states of the entry committed last; written to if entries are pending.
             pending: entries that the call reads first.
         """
-        forward, reading = self._forward, self._reading
+        forward, head_cache = self._forward, self._head_cache
         layers, ranking = forward.current_layers(), forward.current_ranking()
         sampling = Sampling.of(state.warpers if state.samples else ())
         head = self._loaded.head
@@ -237,20 +237,21 @@ class NativeSteps(PlainSteps):
         first = noise(0)
         width = min(size.width, ranking.num_columns if first is None else first.shape[-1])
         num_pending = 0 if pending is None else pending.tokens.shape[1]
-        rows = tree_rows(layers, root, reading.cache.cache, (width, size.depth), reading.visible(), num_pending)
+        rows = tree_rows(
+            layers, root, head_cache.tree_cache.cache, (width, size.depth), head_cache.visible(), num_pending
+        )
         if rows is None:
             return None
         growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
 
-        def goes_on() -> bool:
-            return state.goes_on(growth.values, growth.previous)
+        def should_continue() -> bool:
+            return state.should_continue(growth.values, growth.previous)
 
-        starts = reading.next_positions()
+        starts = head_cache.next_positions()
         angles = forward.angles(root, max(starts) + num_pending + growth.depth)
         draft = NativeDraft(rows, ranking, forward.embeddings, angles, joining)
-        if not draft.grow(
-            growth, root, pending, torch.tensor(starts, dtype=torch.long, device="cpu"), sampling, noise, goes_on
-        ):
+        positions = torch.tensor(starts, dtype=torch.long, device="cpu")
+        if not draft.grow(growth, root, pending, positions, sampling, noise, should_continue):
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)

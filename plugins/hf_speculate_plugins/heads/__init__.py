@@ -28,5 +28,5 @@ from .head import dense_state as dense_state
 from .head import keep_packed as keep_packed
 from .head import known_rows as known_rows
 from .head import rotary_embedding as rotary_embedding
-from .reading import Place as Place
-from .reading import Reading as Reading
+from .head_cache import HeadCache as HeadCache
+from .head_cache import Place as Place

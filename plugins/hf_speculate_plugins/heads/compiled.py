@@ -32,19 +32,19 @@ from hf_speculate.graphs import (
 from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead
-from .reading import Reading
+from .head_cache import HeadCache
 
 
 Result = TypeVar("Result")
 
 
 class CompiledForwards:
-    """Compiled forwards of one head after one reading."""
+    """Compiled forwards of one head over one head cache."""
 
-    def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, compiler: Compiler):
-        self._plain, self._reading, self._options, self._compiler = plain, reading, options, compiler
+    def __init__(self, plain: Any, loaded: LoadedHead[Any], head_cache: HeadCache, options: Any, compiler: Compiler):
+        self._plain, self._head_cache, self._options, self._compiler = plain, head_cache, options, compiler
         self._loaded, self._head = loaded, loaded.head
-        self._cache = reading.cache.cache
+        self._cache = head_cache.tree_cache.cache
         layers = self._cache.layers
         layers += [PreallocatedLayer() for _ in range(self._head.spec.num_layers - len(layers))]
         self._prompts = PromptMasks()
@@ -62,7 +62,7 @@ class CompiledForwards:
 
     def prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
-        return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._reading.prompt_mask)
+        return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._head_cache.prompt_mask)
 
     def starts(self, buffers: Buffers) -> dict[str, Tensor]:
         """`starts` [B], the number of padding entries of each row, if the kernel for trees computes attention."""
@@ -72,11 +72,11 @@ class CompiledForwards:
 
     @cached_property
     def _starts(self) -> list[int] | None:
-        head, reading = self._head, self._reading
+        head, head_cache = self._head, self._head_cache
         is_possible = self._compiler.backend is None and head.attends_by_kernel
         if not is_possible or not kernel_fits(head.dtype, head.device):
             return None
-        return prompt_starts(reading.prompt_mask, len(reading.cache.lengths))
+        return prompt_starts(head_cache.prompt_mask, len(head_cache.tree_cache.lengths))
 
     def append(
         self,

@@ -21,7 +21,7 @@ from .compiled import problem_with_head
 from .files import HeadFiles
 from .following import check_follows, following
 from .head import Head, LoadedHead
-from .reading import Reading
+from .head_cache import HeadCache
 
 
 if TYPE_CHECKING:
@@ -174,36 +174,38 @@ class HeadSession(DraftSession, Generic[Head]):
         if self._compiler is not None and (problem := problem_with_head(loaded.head)):
             self._compiler.refuse(problem)
             self._compiler = None
-        self._reading: Reading | None = None
+        self._head_cache: HeadCache | None = None
         self._steps: Any = None
 
     def close(self) -> None:
         """Stores the head's cache for the next turn of the conversation."""
-        if self._reading is not None and self._text is not None and self._request.cache is not None:
-            self._conversations.keep(self._request.cache, self._text, self._left(self._reading))
-        self._reading = self._steps = None
+        if self._head_cache is not None and self._text is not None and self._request.cache is not None:
+            self._conversations.keep(self._request.cache, self._text, self._left(self._head_cache))
+        self._head_cache = self._steps = None
 
-    def _left(self, reading: Reading) -> Any:
+    def _left(self, head_cache: HeadCache) -> Any:
         """The state to store for the next turn: the head's cache, unless a method needs more."""
-        return reading
+        return head_cache
 
-    def _begin(self, tokens: Tensor) -> Reading:
+    def _begin(self, tokens: Tensor) -> HeadCache:
         """The head's cache before it reads the prompt's tokens [B, J]."""
         num_rows, count = tokens.shape
         head = self._loaded.head
-        self._reading = Reading.begin(head, self._request, (num_rows, count), lambda first: self._resumed(first, count))
-        return self._reading
+        self._head_cache = HeadCache.begin(
+            head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
+        )
+        return self._head_cache
 
-    def _resumed(self, first: int, count: int) -> Reading | None:
+    def _resumed(self, first: int, count: int) -> HeadCache | None:
         """The last turn's cache, ready for `count` more entries. None unless it holds all entries before `first` of
         this text."""
         carried = self._conversations.take(self._request.cache, self._text)
         if carried is None or first == 0:
             return None
         num_alike, left = carried
-        return self._go_on(left, num_alike, first, count)
+        return self._resume(left, num_alike, first, count)
 
-    def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
+    def _resume(self, left: Any, num_alike: int, first: int, count: int) -> HeadCache | None:
         """The last turn's cache, cut to `first` entries and ready for `count` more; None if the texts differ before.
 
         Args:

@@ -19,7 +19,7 @@ from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import form_of, log_noise_of, request_inputs
-from ..trees import log_shares, slot_scores
+from ..trees import best_log_probs, slot_scores
 from .head import HeadForward, MedusaHeads, QuickForward, QuickOutputs
 from .tree import StaticTree, TreeTensors, tree_tensors
 
@@ -91,11 +91,11 @@ def filled(
         log_noise: noise of the heads' steps, see `DraftState.log_noise`.
         token_ids: target token of each column of `logits`; None where they are the same.
     """
-    shares, best = log_shares(slot_scores(logits, log_noise, warpers), num_ranks)
-    shares, best = (part.transpose(0, 1).flatten(1)[:, form.columns] for part in (shares, best))
+    log_probs, best = best_log_probs(slot_scores(logits, log_noise, warpers), num_ranks)
+    log_probs, best = (part.transpose(0, 1).flatten(1)[:, form.columns] for part in (log_probs, best))
     tokens = best if token_ids is None else token_ids[best]
     # The heads know nothing of each other's tokens: the probabilities along a path multiply.
-    values = functional.pad(shares.clamp(min=_IMPOSSIBLE), (1, 0)) @ form.sums
+    values = functional.pad(log_probs.clamp(min=_IMPOSSIBLE), (1, 0)) @ form.sums
     return torch.cat([roots[:, None], tokens], dim=1), values
 
 

@@ -130,12 +130,12 @@ class Automaton:
         left = 1.0  # probability that the longer contexts leave
         for component, found in reversed(self._components(tail, guesses)):
             weight = weights.get(component, PRIOR_WEIGHT)
-            share = left * weight / found.total
+            factor = left * weight / found.total
             if probabilities:
                 for token, count in found.leading(floor > 0):
-                    probabilities[token] = probabilities.get(token, 0.0) + share * count
+                    probabilities[token] = probabilities.get(token, 0.0) + factor * count
             else:
-                probabilities = {token: share * count for token, count in found.leading(floor > 0)}
+                probabilities = {token: factor * count for token, count in found.leading(floor > 0)}
             left *= 1 - weight
             if left <= floor:
                 break
@@ -223,8 +223,8 @@ def draft_tree(
         if race is not None:
             probabilities = race(probabilities, depth)
         # `sorted` is faster than `nlargest` for so few.
-        for token, share in sorted(probabilities.items(), key=_second, reverse=True)[:num_children]:
-            path_prob = prob * share
+        for token, token_prob in sorted(probabilities.items(), key=_second, reverse=True)[:num_children]:
+            path_prob = prob * token_prob
             if path_prob < FLOOR:
                 break
             num_pushed += 1

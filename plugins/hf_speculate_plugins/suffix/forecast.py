@@ -30,15 +30,15 @@ class Continuation(NamedTuple):
     Attributes:
         text: text that follows.
         probe: one character that may follow the text; empty if the forecast is complete.
-        share: probability among all ways.
+        prob: probability among all ways.
     """
 
     text: str
     probe: str
-    share: float = 1.0
+    prob: float = 1.0
 
-    def prefixed(self, text: str, share: float = 1.0) -> Continuation:
-        return Continuation(text + self.text, self.probe, share * self.share)
+    def prefixed(self, text: str, prob: float = 1.0) -> Continuation:
+        return Continuation(text + self.text, self.probe, prob * self.prob)
 
 
 class Forecast(NamedTuple):
@@ -79,7 +79,7 @@ class Forecaster:
             return [stop.prefixed(opening["gap"] + "```")]
         closing = f"{opening['gap']}</{opening['tag']}>"
         again = Continuation("\n" + opening.group(), "{")
-        return [stop.prefixed(closing, 0.5), again.prefixed(closing, 0.25), stop._replace(share=0.25)]
+        return [stop.prefixed(closing, 0.5), again.prefixed(closing, 0.25), stop._replace(prob=0.25)]
 
     def fitting(self, level: Level) -> list[Shape]:
         """The shapes that an open level may have."""
@@ -120,19 +120,19 @@ class _Writer:
 
     def _keys(self, level: Level, gap: str) -> Iterator[Continuation]:
         """The next key and what follows it; only an object without keys may end here."""
-        for name, share in self._next_keys(level):
+        for name, prob in self._next_keys(level):
             if name is not None:
                 before = f"{gap}{_quoted(name)}:{self._text.colon}"
-                yield from (w.prefixed(before, share) for w in self._named(level, name))
+                yield from (w.prefixed(before, prob) for w in self._named(level, name))
             elif not level.values:
-                yield from (w.prefixed("}", share) for w in self._closed(level))
+                yield from (w.prefixed("}", prob) for w in self._closed(level))
 
     def _named(self, level: Level, name: str) -> Iterator[Continuation]:
         """The value of the key `name`."""
         return self._values(level._replace(key=name, gap=self._first_gap(level)))
 
     def _next_keys(self, level: Level) -> list[tuple[str | None, float]]:
-        """Names that may come next with their shares; None stands for the closing bracket."""
+        """Names that may come next with their probabilities; None stands for the closing bracket."""
         found: dict[str | None, float] = {}
         for shape in self._owner.fitting(level):
             written = {name for name, _ in level.values}
@@ -140,9 +140,9 @@ class _Writer:
             last = names.index(level.values[-1][0]) + 1 if level.values else 0
             left = 1.0
             for name in (name for name in names[last:] if name not in written):
-                share = left if name in shape.required else left * _OPTIONAL
-                found[name] = found.get(name, 0.0) + share
-                left -= share
+                prob = left if name in shape.required else left * _OPTIONAL
+                found[name] = found.get(name, 0.0) + prob
+                left -= prob
                 if left < 0.1:
                     break
             else:
@@ -205,12 +205,12 @@ class _Writer:
             yield from (w.prefixed(comma, 0.5) for w in islice(self._values(level), 1))
             yield from (w.prefixed(self._closing_gap(level) + "]", 0.5) for w in self._closed(level))
             return
-        for name, share in self._next_keys(level):
+        for name, prob in self._next_keys(level):
             if name is None:
-                yield from (w.prefixed(self._closing_gap(level) + "}", share) for w in self._closed(level))
+                yield from (w.prefixed(self._closing_gap(level) + "}", prob) for w in self._closed(level))
             else:
                 before = f"{comma}{_quoted(name)}:{self._text.colon}"
-                yield from (w.prefixed(before, share) for w in islice(self._named(level, name), 4))
+                yield from (w.prefixed(before, prob) for w in islice(self._named(level, name), 4))
 
     def _closed(self, level: Level) -> Iterator[Continuation]:
         """The text after the bracket that closes a level."""
@@ -266,12 +266,12 @@ def _quoted(text: str) -> str:
 
 
 def _shared(ways: Iterable[Continuation]) -> list[Continuation]:
-    """Ways with shares that sum to one; equal ones become one."""
+    """Ways with probabilities that sum to one; equal ones become one."""
     found: dict[tuple[str, str], float] = {}
-    for text, probe, share in islice(ways, _MAX_WAYS):
-        found[text, probe] = found.get((text, probe), 0.0) + share
+    for text, probe, prob in islice(ways, _MAX_WAYS):
+        found[text, probe] = found.get((text, probe), 0.0) + prob
     total = sum(found.values())
-    return [Continuation(*key, share / total) for key, share in found.items()]
+    return [Continuation(*key, prob / total) for key, prob in found.items()]
 
 
 def _rest(kind: str, ways: Iterable[Continuation], written: str) -> Forecast | None:

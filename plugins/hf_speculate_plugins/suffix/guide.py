@@ -101,7 +101,7 @@ class _Chain(NamedTuple):
     """A continuation, with the tokens of it that are passed already, and its probability among all."""
 
     tokens: tuple[int, ...]
-    share: float
+    prob: float
 
 
 class Guide:
@@ -128,8 +128,8 @@ class Guide:
         forecast = None if last is None else self.forecaster(text)
         if forecast is None or last is None:
             return "", ()
-        ways = ((self.vocabulary.tokens(last, way.text, way.probe), way.share) for way in forecast.ways)
-        return forecast.kind, tuple(_Chain(tokens, share) for tokens, share in ways if tokens)
+        ways = ((self.vocabulary.tokens(last, way.text, way.probe), way.prob) for way in forecast.ways)
+        return forecast.kind, tuple(_Chain(tokens, prob) for tokens, prob in ways if tokens)
 
 
 class Position:
@@ -165,13 +165,13 @@ class Position:
         if not self._chains:
             return ()
         if self._guess is None:
-            shares: dict[int, float] = {}
+            probs: dict[int, float] = {}
             for chain in self._chains:
                 token = chain.tokens[len(self._unread)]
-                shares[token] = shares.get(token, 0.0) + chain.share
-            tokens = sorted(shares, key=lambda token: -shares[token])
-            total = sum(shares.values())
-            row = RecycledRow(tokens, [shares[token] / total for token in tokens])
+                probs[token] = probs.get(token, 0.0) + chain.prob
+            tokens = sorted(probs, key=lambda token: -probs[token])
+            total = sum(probs.values())
+            row = RecycledRow(tokens, [probs[token] / total for token in tokens])
             self._guess = (_component(self._kind, int(bool(self._unread))), row)
         return (self._guess,)
 

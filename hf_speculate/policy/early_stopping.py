@@ -1,4 +1,4 @@
-"""The decision whether another level of a draft pays, made while the draft is made."""
+"""Early stopping: while a draft is made, the policy decides before each level whether that level pays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PathProbabilities:
         self._nodes: list[list[tuple[float, float]]] = []  # values and probabilities of the last level's nodes
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> list[list[float]]:
-        """The probability of each node of the next level, for the arguments of `Deepening`."""
+        """The probability of each node of the next level, for the arguments of `EarlyStopping`."""
         above, share = self._nodes, self._calibration.share
         parents = None if previous is None else previous.tolist()
         self._nodes = []
@@ -37,7 +37,7 @@ class PathProbabilities:
 
 
 class WhilePaying:
-    """Agrees to another level while the nodes to expand are likely enough to be right.
+    """Continues a draft while the nodes to expand are likely enough to be right.
 
     Args:
         acceptance: acceptance statistics of the drafter.
