@@ -130,7 +130,7 @@ class CalibrationTable:
 def _checked(shares: object, path: Path, name: str) -> Shares | None:
     if shares is None:
         return None
-    if not isinstance(shares, list) or len(shares) != len(_SHARES) or not all(_is_share(each) for each in shares):
+    if not isinstance(shares, list) or len(shares) != len(_SHARES) or not all(_is_share(share) for share in shares):
         raise CheckpointError(f"{path}: {name!r} must be {len(_SHARES)} shares from 0 to 1.")
     return tuple(shares)
 

@@ -67,7 +67,7 @@ class Observations:
             return Observation.from_rows(
                 rows, {layer: torch.cat([features[layer] for _, features in waiting], dim=1) for layer in layers}
             )
-        return joined([Observation.from_rows(*each) for each in waiting])
+        return joined([Observation.from_rows(*waiting_round) for waiting_round in waiting])
 
 
 def joined(observations: Sequence[Observation]) -> Observation:

@@ -63,11 +63,11 @@ class Acceptance:
 
     def probabilities(self, row: TreeRow) -> list[float]:
         """The probability that each node of a row is right; 0 for padding."""
-        found = [1.0]
+        probabilities = [1.0]
         for node, value in enumerate(_own_values(row)[1:], start=1):
             parent = row.parents[node]
-            found.append(found[parent] * self.calibration.share(value) if parent >= 0 else 0.0)
-        return found
+            probabilities.append(probabilities[parent] * self.calibration.share(value) if parent >= 0 else 0.0)
+        return probabilities
 
     def count(self, row: TreeRow, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Learns from one row's tree, from every node whose parent was accepted.
@@ -119,7 +119,7 @@ class Acceptance:
     def fade(self) -> None:
         """Gives all earlier rounds less weight; called once a round."""
         self.calibration.fade()
-        for average in (*self._nodes, *(each for level in self._levels for each in level)):
+        for average in (*self._nodes, *(average for level in self._levels for average in level)):
             average.fade()
 
     def next_level(self, depth: int) -> float:
@@ -132,21 +132,21 @@ class Acceptance:
     def levels(self) -> list[float]:
         """The net worth in tokens of each level of a draft, averaged over recent drafts. The list ends with estimates
         for a few deeper levels."""
-        found: list[float] = []
+        levels: list[float] = []
         for depth in range(len(self._levels) + _MORE_LEVELS):
-            expected = _PRIOR_RATIO * (found[-1] if found else 1.0)
-            found.append(self._levels[depth][0].near(expected) if depth < len(self._levels) else expected)
-        return found
+            expected = _PRIOR_RATIO * (levels[-1] if levels else 1.0)
+            levels.append(self._levels[depth][0].near(expected) if depth < len(self._levels) else expected)
+        return levels
 
     def nodes(self) -> list[float]:
         """The probability of each draft node, averaged over recent trees.
 
         A node that was not scored lately gets the probability of the node before it, so that it is tried again.
         """
-        found = [1.0]
+        probabilities = [1.0]
         for average in self._nodes[1:]:
-            found.append(average.near(found[-1]))
-        return [*found[1:], *found[-1:] * len(found)]
+            probabilities.append(average.near(probabilities[-1]))
+        return [*probabilities[1:], *probabilities[-1:] * len(probabilities)]
 
 
 def _own_values(row: TreeRow) -> list[float]:
@@ -155,8 +155,8 @@ def _own_values(row: TreeRow) -> list[float]:
     if values is not None:
         return [values[node] - values[parent] if parent >= 0 else 0.0 for node, parent in enumerate(parents)]
     ranks: dict[int, int] = {}
-    found = []
+    log_probs = []
     for parent in parents:
         ranks[parent] = rank = ranks.get(parent, 0) + 1
-        found.append(_RANKED[min(rank, len(_RANKED)) - 1])
-    return found
+        log_probs.append(_RANKED[min(rank, len(_RANKED)) - 1])
+    return log_probs

@@ -76,8 +76,8 @@ class Known:
 
     def fade(self) -> None:
         """Gives all earlier rounds less weight; called once a round."""
-        for each in (self.acceptance, self.tokens, self.seconds, self.nodes):
-            each.fade()
+        for statistic in (self.acceptance, self.tokens, self.seconds, self.nodes):
+            statistic.fade()
 
 
 class AdaptiveSession(PolicySession):
@@ -140,11 +140,11 @@ class AdaptiveSession(PolicySession):
             return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
-        probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
+        probabilities = [self.known.acceptance.probabilities(tree_row) for tree_row in of_rows.values()]
         self.known.acceptance.note_levels(host, list(of_rows), probabilities, self._price_of_node)
         # Sort them as `best` does.
-        ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
-        means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
+        ordered = [probs[1:] if host.values is None else sorted(probs[1:], reverse=True) for probs in probabilities]
+        means = [sum(probs[node] for probs in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
         return tree.best(self._best_count(means, tree.max_depth))
 
     def learn(self, round: Round) -> None:
@@ -235,9 +235,9 @@ class AdaptiveSession(PolicySession):
         all_rows = tree.host.rows()
         of_rows = {row: all_rows[tree.slot(row)] for row in rows}
         if tree.reading.is_on_device:
-            found = [acceptance.probabilities(each) for each in of_rows.values()]
-            acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
-            acceptance.note_nodes(found)
+            probabilities = [acceptance.probabilities(tree_row) for tree_row in of_rows.values()]
+            acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], probabilities, self._price_of_node)
+            acceptance.note_nodes(probabilities)
         for row, of_row in of_rows.items():
             acceptance.count(of_row, round.paths[row], round.tokens[row])
 

@@ -126,21 +126,23 @@ class _Table:
         known = self._observed.get(_class_of(size)) or _Observed(size, ratio)
         new, factor = (known.with_warm_up(ratio), 1.0) if is_warm_up else known.with_another(size, ratio)
         self._observed = {**self._observed, _class_of(size): new}
-        observed = [self._observed[each] for each in sorted(self._observed)]
-        trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
+        observed = [self._observed[size_class] for size_class in sorted(self._observed)]
+        trusted = [entry for entry in observed if entry.is_established] or [
+            min(observed, key=lambda entry: entry.ratio)
+        ]
         self.largest = max(self.largest, 1 << _class_of(round(trusted[-1].size)))
         known = self._fitted(trusted)
         if len(trusted) < len(observed):  # move the others towards what these suggest
-            known = self._fitted([each.against(interpolate(*known, each.size)) for each in observed])
+            known = self._fitted([entry.against(interpolate(*known, entry.size)) for entry in observed])
         self._known = known
         self._seconds = {}
         return factor
 
     def _fitted(self, observed: Sequence[_Observed]) -> tuple[list[float], list[float]]:
         """Sizes and ratios, adjusted so that a larger size never takes less time."""
-        expected = [max(self.curve(each.size), 1e-9) for each in observed]
+        expected = [max(self.curve(entry.size), 1e-9) for entry in observed]
         pooled = rising([o.ratio * s for o, s in zip(observed, expected, strict=True)], [o.count + 1 for o in observed])
-        return [each.size for each in observed], [p / s for p, s in zip(pooled, expected, strict=True)]
+        return [entry.size for entry in observed], [p / s for p, s in zip(pooled, expected, strict=True)]
 
     def is_established(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))

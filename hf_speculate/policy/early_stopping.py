@@ -26,9 +26,9 @@ class PathProbabilities:
         above, share = self._nodes, self._calibration.share
         parents = None if previous is None else previous.tolist()
         self._nodes = []
-        for row, found in enumerate(values.tolist()):
+        for row, row_values in enumerate(values.tolist()):
             nodes = []
-            for node, value in enumerate(found):
+            for node, value in enumerate(row_values):
                 parent = node if parents is None else parents[row][node]
                 before, probability = above[row][parent] if above else (0.0, 1.0)
                 nodes.append((value, probability * share(value - before)))
@@ -62,10 +62,10 @@ class WhilePaying:
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         self._depth += 1
-        found = self._probabilities(values, previous)
+        probabilities = self._probabilities(values, previous)
         # Drafters may leave out finished rows, but need not: finished rows do not count here.
-        rows = [row for row in self._rows if row < len(found)] or range(len(found))
-        mass = sum(sum(found[row]) for row in rows) / len(rows)
+        rows = [row for row in self._rows if row < len(probabilities)] or range(len(probabilities))
+        mass = sum(sum(probabilities[row]) for row in rows) / len(rows)
         pays = mass * self._acceptance.next_level(self._depth) > self._price
         self._num_yes += pays
         return pays

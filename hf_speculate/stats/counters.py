@@ -235,7 +235,7 @@ class Counters:
 @cache
 def _names() -> tuple[str, ...]:
     """Names of the counters."""
-    return tuple(each.name for each in fields(Counters))
+    return tuple(counter.name for counter in fields(Counters))
 
 
 def _typical(seconds: Sequence[float]) -> float | None:

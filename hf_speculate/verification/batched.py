@@ -52,7 +52,7 @@ def reason_for_host(sampler: Sampler) -> str:
     processors = sampler.processors
     if processors and type(processors) is not KnownProcessors:
         return "unknown logits processors"
-    others = {type(each).__name__ for each in processors if not _is_recordable(each)}
+    others = {type(processor).__name__ for processor in processors if not _is_recordable(processor)}
     return f"logits processors {sorted(others)}" if others else ""
 
 
@@ -77,8 +77,8 @@ class BatchedChoice:
 
     def __init__(self, processors: Sequence[Any], samples: bool):
         self._processors, self.samples = tuple(processors), samples
-        self.has_penalty = any(type(each) is _PENALTY for each in processors)
-        facts = [(type(each).__name__, each.penalty if type(each) is _PENALTY else vars(each)) for each in processors]
+        self.has_penalty = any(type(processor) is _PENALTY for processor in processors)
+        facts = [(type(p).__name__, p.penalty if type(p) is _PENALTY else vars(p)) for p in processors]
         self.key: Hashable = samples, repr(facts)
 
     def __call__(
@@ -193,7 +193,7 @@ class ChoiceInputs:
 
     def _mark_prompt(self, seen: Tensor) -> None:
         prompt, last = self._sequences.prompt.long(), seen.shape[1] - 1
-        (penalty,) = (each for each in self._sampler.processors if type(each) is _PENALTY)
+        (penalty,) = (processor for processor in self._sampler.processors if type(processor) is _PENALTY)
         ignored = penalty.prompt_ignore_length
         if isinstance(ignored, Tensor):
             ignored = ignored.to(prompt.device)[:, None]

@@ -79,8 +79,8 @@ class Noise:
 
         A finished row may request a step that was released. It gets the first step kept, as its tokens are ignored.
         """
-        found = self.rows_of(steps, rows)
-        return found[0][None] if len(found) == 1 else torch.stack(found)
+        row_noise = self.rows_of(steps, rows)
+        return row_noise[0][None] if len(row_noise) == 1 else torch.stack(row_noise)
 
     def rows_of(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> list[Float[Tensor, " V"]]:
         """The same rows, each a view of what was drawn."""

@@ -44,7 +44,7 @@ def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
     """One tree of all drafts of a row. Equal paths become one node, with the largest of their probabilities. The
     `max_nodes` most probable nodes are kept."""
     places: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    tokens, parents, found = [root], [ROOT_PARENT], [1.0]
+    tokens, parents, probs = [root], [ROOT_PARENT], [1.0]
     for row, probabilities in drafts:
         place = [0] * len(row.parents)
         for node, (token, parent) in enumerate(zip(row.token_ids, row.parents, strict=True)):
@@ -55,9 +55,9 @@ def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
             if merged == len(tokens):
                 tokens.append(token)
                 parents.append(above)
-                found.append(0.0)
-            found[merged] = max(found[merged], probabilities[node])
-    return TreeRow(tokens, parents, [value_of(probability) for probability in found]).best(max_nodes)
+                probs.append(0.0)
+            probs[merged] = max(probs[merged], probabilities[node])
+    return TreeRow(tokens, parents, [value_of(probability) for probability in probs]).best(max_nodes)
 
 
 def expected_length(row: TreeRow) -> float:

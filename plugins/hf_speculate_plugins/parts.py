@@ -180,10 +180,7 @@ def _in_probabilities(early_stopping: EarlyStopping, calibration: Calibration) -
     probabilities = PathProbabilities(calibration)
 
     def should_continue(values: Tensor, previous: Tensor | None = None) -> bool:
-        found = probabilities(values, previous)
-        return early_stopping(
-            torch.tensor([[value_of(each) for each in row] for row in found], dtype=torch.float32, device="cpu"),
-            previous,
-        )
+        rows = [[value_of(probability) for probability in row] for row in probabilities(values, previous)]
+        return early_stopping(torch.tensor(rows, dtype=torch.float32, device="cpu"), previous)
 
     return should_continue

@@ -75,21 +75,21 @@ class SuffixIndex:
 
         Those after the longest matching suffix come first, later occurrences before earlier ones.
         """
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         first_tokens: set[int] = set()
         length = len(self.tokens)
         for size in reversed(self._sizes):
-            if size > length or len(found) >= count:
+            if size > length or len(matches) >= count:
                 continue
             # Only the latest occurrences: in repetitive text a common n-gram occurs almost everywhere.
             latest = self._ends.get(tuple(self.tokens[-size:]), [])[-_MAX_OCCURRENCES:]
             for end in reversed(latest):
                 if end < length and self.tokens[end] not in first_tokens:
-                    found.append((size, end))
+                    matches.append((size, end))
                     first_tokens.add(self.tokens[end])
-                    if len(found) >= count:
+                    if len(matches) >= count:
                         break
-        return found
+        return matches
 
 
 class PromptLookupSession(DraftSession):

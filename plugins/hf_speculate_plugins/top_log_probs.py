@@ -36,14 +36,14 @@ def top_log_probs(scores: Float[Tensor, "*N W"], count: int) -> tuple[Float[Tens
     num_parts = -(-width // _BLOCK)
     best = rows.new_empty(len(rows), num_parts, count, dtype=torch.float32)
     columns, sums = torch.empty_like(best, dtype=torch.int32), best.new_empty(len(rows), num_parts)
-    log_probs, found = best.new_empty(len(rows), count), columns.new_empty(len(rows), count, dtype=torch.long)
+    log_probs, best_columns = best.new_empty(len(rows), count), columns.new_empty(len(rows), count, dtype=torch.long)
     score_part, merge = _kernels()
     with torch.cuda.device_of(rows):
         score_part[(len(rows), num_parts)](rows, best, columns, sums, width, COUNT=count, BLOCK=_BLOCK, num_warps=4)
         sizes = {"PARTS": power_of_two(num_parts), "CELLS": power_of_two(num_parts * count)}
-        merge[(len(rows),)](best, columns, sums, log_probs, found, num_parts, COUNT=count, **sizes, num_warps=4)
+        merge[(len(rows),)](best, columns, sums, log_probs, best_columns, num_parts, COUNT=count, **sizes, num_warps=4)
     shape = *scores.shape[:-1], count
-    return log_probs.view(shape), found.view(shape)
+    return log_probs.view(shape), best_columns.view(shape)
 
 
 @cache
@@ -73,7 +73,7 @@ def _score_part(scores, best, columns, sums, width, COUNT: tl.constexpr, BLOCK: 
 
 
 def _merge(
-    best, columns, sums, log_probs, found, num_parts,
+    best, columns, sums, log_probs, best_columns, num_parts,
     COUNT: tl.constexpr, PARTS: tl.constexpr, CELLS: tl.constexpr,  # type: ignore
 ):  # fmt: skip
     """The best columns of one row among those of its parts."""
@@ -91,5 +91,5 @@ def _merge(
         top = tl.max(values, 0)
         cell = -tl.max(tl.where(values == top, -cells, -(2**30)), 0)
         tl.store(log_probs + row * COUNT + number, top - largest)
-        tl.store(found + row * COUNT + number, tl.max(tl.where(cells == cell, places, 0), 0).to(tl.int64))
+        tl.store(best_columns + row * COUNT + number, tl.max(tl.where(cells == cell, places, 0), 0).to(tl.int64))
         values = tl.where(cells == cell, float("-inf"), values)

@@ -161,7 +161,7 @@ def best_nodes(
     comes before its children, and the first n nodes are a tree.
     """
     count = min(max_nodes, values.shape[1])
-    kept_values, kept = (each[:, :count] for each in torch.sort(values, dim=1, descending=True, stable=True))
+    kept_values, kept = (part[:, :count] for part in torch.sort(values, dim=1, descending=True, stable=True))
     ranks = torch.zeros_like(parents).scatter_(
         1, kept, torch.arange(1, count + 1, device=kept.device, dtype=torch.long).expand_as(kept)
     )

@@ -207,7 +207,7 @@ class LatticeHead(nn.Module):
         ranks = torch.arange(log_probs.shape[-1], device=log_probs.device, dtype=torch.long)
         of_rank = ranks / max(len(ranks) - 1, 1), (ranks == 0).float()
         alone = log_probs, log_probs.exp(), log_probs - log_probs[..., :1]
-        return torch.stack([*alone, *(each.expand_as(log_probs) for each in of_rank)], dim=-1)
+        return torch.stack([*alone, *(feature.expand_as(log_probs) for feature in of_rank)], dim=-1)
 
     def _bias(self) -> Float[Tensor, "heads N N"]:
         """The bias of attention between cells: a value for the distance of their slots, and one within a slot."""

@@ -223,7 +223,7 @@ class CompiledSteps(CompiledForwards):
         tree, last = result[:3], result[3:]
         if last:  # the next call overwrites it
             self._plain.last = last[0].clone()
-        tokens, parents, values = (each[:, : 1 + _num_scored(depth, top_k, max_nodes)] for each in tree)
+        tokens, parents, values = (part[:, : 1 + _num_scored(depth, top_k, max_nodes)] for part in tree)
         return DraftTree(tokens, parents, max_depth=depth, values=values)
 
     @property

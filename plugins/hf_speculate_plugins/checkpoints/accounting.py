@@ -116,8 +116,8 @@ class KeyAccount:
         self._raise(("missing", self._missing), ("wrong", self._misshapen), ("unknown", unknown))
         return LoadReport(self._source, tuple(self._used), self._shared, self._ignored, self._absent)
 
-    def _raise(self, *found: tuple[str, list[str]]) -> None:
-        problems = [f"{title}: {listed(names)}" for title, names in found if names]
+    def _raise(self, *groups: tuple[str, list[str]]) -> None:
+        problems = [f"{title}: {listed(names)}" for title, names in groups if names]
         if problems:
             raise CheckpointError(f"{self._source} does not have the tensors of that layout. {'; '.join(problems)}.")
 

@@ -55,8 +55,8 @@ class NativeForward:
 
     def __getstate__(self):
         """The head alone: a copy prepares its own weights for the kernel."""
-        found = {"_layers": None, "_ranking": None, "_angles": AngleTable(), "_looked_up": None}
-        return {"_head": self._head, **found}
+        caches = {"_layers": None, "_ranking": None, "_angles": AngleTable(), "_looked_up": None}
+        return {"_head": self._head, **caches}
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
@@ -66,10 +66,10 @@ class NativeForward:
         )
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
-        found = cls(head)
-        found.current_layers()  # prepare the matrices now, so that no draft has to wait for them
-        found.current_ranking()
-        return found
+        forward = cls(head)
+        forward.current_layers()  # prepare the matrices now, so that no draft has to wait for them
+        forward.current_ranking()
+        return forward
 
     def __call__(
         self,
@@ -128,7 +128,7 @@ class NativeForward:
         """The layers, made again if weights were exchanged or moved; None if the kernel cannot compute them now."""
         if self._layers is None or not self._layers.is_current():
             parts = [parts_of(self._head, layer) for layer in self._head.layers]
-            self._layers = NativeLayers.of([each.rounded() for each in parts] if self._head.is_quick else parts)
+            self._layers = NativeLayers.of([part.rounded() for part in parts] if self._head.is_quick else parts)
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
@@ -231,8 +231,8 @@ class NativeSteps(PlainSteps):
 
         @cache  # the first level's noise also gives the width
         def noise(depth: int) -> Tensor | None:
-            found = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
-            return None if found is None else found[:, 0].float().contiguous()
+            log_noise = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
+            return None if log_noise is None else log_noise[:, 0].float().contiguous()
 
         first = noise(0)
         width = min(size.width, ranking.num_columns if first is None else first.shape[-1])

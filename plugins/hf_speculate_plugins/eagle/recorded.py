@@ -246,7 +246,7 @@ class CompiledSteps(CompiledForwards):
             self._head_cache.tree_cache.has_moved = True
             self._head_cache.keep(pending[2])
         count = 1 + num_candidates(size.depth, min(size.width, head.spec.draft_vocab_size))
-        tokens, parents, values = (each[:, :count] for each in result)
+        tokens, parents, values = (part[:, :count] for part in result)
         return DraftTree(tokens, parents, max_depth=size.depth, values=values)
 
     def _draft_keys(self, pending: Pending | None, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
@@ -295,8 +295,8 @@ class CompiledSteps(CompiledForwards):
         """The features in one buffer for `num_read` entries. What follows the real ones is left from earlier rounds."""
         if not features:
             return []
-        sources = [to_device(each, self._head.device) for each in features]
-        sizes = [each.shape[-1] for each in features]
+        sources = [to_device(feature, self._head.device) for feature in features]
+        sizes = [feature.shape[-1] for feature in features]
         shape = len(sources[0]), num_read, sum(sizes)
         placed = buffers.tensor(("features", num_read), shape, sources[0].dtype, self._head.device)
         torch.cat(sources, dim=-1, out=placed[:, : sources[0].shape[1]])

@@ -105,14 +105,14 @@ def read_prompt(
         part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
         positions, masks = head_cache.prompt_place(part)
         entries = token_ids[:, part], states[:, part], positions
-        found = None
+        outputs = None
         if native is not None and masks is None:
-            found = native(*entries, head_cache.tree_cache.cache, [None] * len(head.layers))
-        if found is None:
+            outputs = native(*entries, head_cache.tree_cache.cache, [None] * len(head.layers))
+        if outputs is None:
             is_causal = masks is None and part.stop - start > 1
             attend = CachedAttention(head_cache.tree_cache.cache, masks, is_causal=is_causal)
-            found = head(*entries, attend, *([] if embeddings is None else [embeddings[:, part]]))
-        hidden = found
+            outputs = head(*entries, attend, *([] if embeddings is None else [embeddings[:, part]]))
+        hidden = outputs
         head_cache.keep_all()
     return hidden[:, -1]
 

@@ -107,8 +107,8 @@ class CompiledForwards:
             slots = buffers.filled(
                 ("slots", width), torch.arange(end, end + width, device=head.device, dtype=torch.long)
             )
-            whole = [padded(to_device(each, head.device), width) for each in inputs]
-            placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole)]
+            whole = [padded(to_device(tensor, head.device), width) for tensor in inputs]
+            placed = [buffers.filled((f"input {index}", width), tensor) for index, tensor in enumerate(whole)]
             seen = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
             placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(seen)]
             return head, stacks, slots, *placed, placed_masks
@@ -149,7 +149,9 @@ def log_noise_of(inputs: Mapping[str, Any], width: int) -> Float[Tensor, "D B C"
 
 def form_of(state: DraftState) -> tuple[bool, str]:
     """The part of a graph's key that the choice of tokens decides: whether the request samples, and its warpers."""
-    return state.samples, str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
+    if not state.samples:
+        return False, ""
+    return True, str([(type(warper).__name__, vars(warper)) for warper in state.warpers])
 
 
 def problem_with_head(head: SharingHead[Any]) -> str:

@@ -51,7 +51,7 @@ def check_follows(loaded: LoadedHead[Any], target: GenerativeModel) -> None:
     shared = {name: module for name, module in head.shared.items() if module is not None}
     strangers = [name for name, module in shared.items() if not _is_made(head, name) and id(module) not in own]
     made = [module for name, module in shared.items() if _is_made(head, name)]
-    is_packed = not all(each.is_floating_point() for module in (head, *made) for each in module.parameters())
+    is_packed = not all(weight.is_floating_point() for module in (head, *made) for weight in module.parameters())
     if strangers or is_packed:
         why = f"it uses the {strangers[0]} of another model" if strangers else "its matrices are packed"
         raise TargetMismatchError(

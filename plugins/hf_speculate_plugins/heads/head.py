@@ -187,7 +187,8 @@ class SharingHead(nn.Module, Generic[Spec]):
         weight = self.fc.weight
         if weight.is_floating_point():
             return weight.dtype
-        return next(each.dtype for each in self.parameters() if each.is_floating_point())  # norms are never packed
+        # Norms are never packed.
+        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -378,9 +379,9 @@ def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def dense_state(head: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of a head with values in place of packed bytes."""
-    found = dict(head.state_dict())
+    state = dict(head.state_dict())
     for name, module in head.named_modules():
         layer: Any = module
-        if f"{name}.weight" in found and not found[f"{name}.weight"].is_floating_point():
-            found[f"{name}.weight"] = output_rows(layer, layer.in_features, dtype)
-    return found
+        if f"{name}.weight" in state and not state[f"{name}.weight"].is_floating_point():
+            state[f"{name}.weight"] = output_rows(layer, layer.in_features, dtype)
+    return state

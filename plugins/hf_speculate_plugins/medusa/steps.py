@@ -146,7 +146,7 @@ class CompiledSteps:
         if result is None:
             return self._plain.draft(seen, state, tree, depth)
         tree = tree.cut(depth)
-        tokens, parents, values = (each[:, : 1 + len(tree.paths)] for each in (result[0], form.parents, result[1]))
+        tokens, parents, values = (part[:, : 1 + len(tree.paths)] for part in (result[0], form.parents, result[1]))
         return DraftTree(tokens, parents, max_depth=tree.max_depth, values=values)
 
     def _inputs(self, seen: Seen, state: DraftState, depth: int) -> dict[str, Tensor]:

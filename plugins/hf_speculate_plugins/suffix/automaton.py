@@ -128,14 +128,14 @@ class Automaton:
         probabilities: dict[int, float] = {}
         weights = self.mixture.weights
         left = 1.0  # probability that the longer contexts leave
-        for component, found in reversed(self._components(tail, guesses)):
+        for component, followers in reversed(self._components(tail, guesses)):
             weight = weights.get(component, PRIOR_WEIGHT)
-            factor = left * weight / found.total
+            factor = left * weight / followers.total
             if probabilities:
-                for token, count in found.leading(floor > 0):
+                for token, count in followers.leading(floor > 0):
                     probabilities[token] = probabilities.get(token, 0.0) + factor * count
             else:
-                probabilities = {token: factor * count for token, count in found.leading(floor > 0)}
+                probabilities = {token: factor * count for token, count in followers.leading(floor > 0)}
             left *= 1 - weight
             if left <= floor:
                 break
@@ -144,9 +144,9 @@ class Automaton:
     def learn(self, tail: Tail, token: int, guesses: Sequence[Guess] = ()) -> None:
         """Updates the weights by the token that followed `tail`. The counts must not include that token yet."""
         probability = _UNSEEN
-        for component, found in self._components(tail, guesses):
+        for component, followers in self._components(tail, guesses):
             weight = self.mixture.weight(component)
-            own = weight * found.counts.get(token, 0) / found.total
+            own = weight * followers.counts.get(token, 0) / followers.total
             probability = (1 - weight) * probability + own
             self.mixture.learn(component, own / probability)
 
@@ -162,12 +162,12 @@ class Automaton:
                 break
             context = tail[-order:]
             hits = []
-            for each in sources:
-                found = each[1](context)
-                if found is not None:
-                    hits.append(each)
-                    total = found.total
-                    components.append(((each[0], order, total if total < MAX_TOTAL else MAX_TOTAL), found))
+            for lookup in sources:
+                followers = lookup[1](context)
+                if followers is not None:
+                    hits.append(lookup)
+                    total = followers.total
+                    components.append(((lookup[0], order, total if total < MAX_TOTAL else MAX_TOTAL), followers))
             if not hits:
                 break
             sources = hits

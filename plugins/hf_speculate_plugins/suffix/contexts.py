@@ -91,10 +91,10 @@ class ContextCounts:
                 if order > len(cursor):
                     break
                 context = tuple(cursor[-order:])
-                found = self.followers.get(context)
-                if found is None:
-                    found = self.followers[context] = Followers()
-                found.add(token)
+                followers = self.followers.get(context)
+                if followers is None:
+                    followers = self.followers[context] = Followers()
+                followers.add(token)
             cursor.append(token)
             del cursor[:-longest]
 

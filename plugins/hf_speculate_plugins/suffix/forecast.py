@@ -84,7 +84,7 @@ class Forecaster:
     def fitting(self, level: Level) -> list[Shape]:
         """The shapes that an open level may have."""
         above = level.above
-        shapes = self._roots if above is None else [each for shape in self.fitting(above) for each in shape.at(above)]
+        shapes = self._roots if above is None else [inner for shape in self.fitting(above) for inner in shape.at(above)]
         kind = "object" if level.is_object else "array"
         values = level.values if level.is_object else ()
         return [shape for shape in shapes if shape.kind == kind and shape.allows(values)]
@@ -110,8 +110,8 @@ class _Writer:
         if place == Place.BEFORE_VALUE:
             gap = text.colon if level.is_object else self._gap(level)
             return _rest("choice", (w.prefixed(gap) for w in self._choices(level)), text.gap)
-        if found := _rest("choice", self._choices(level), word):
-            return found
+        if choices := _rest("choice", self._choices(level), word):
+            return choices
         if word == '"':  # an empty text is rare
             return None
         # The end of a free value is unknown. But if it ends here, the text after it is known.
@@ -133,7 +133,7 @@ class _Writer:
 
     def _next_keys(self, level: Level) -> list[tuple[str | None, float]]:
         """Names that may come next with their probabilities; None stands for the closing bracket."""
-        found: dict[str | None, float] = {}
+        probs: dict[str | None, float] = {}
         for shape in self._owner.fitting(level):
             written = {name for name, _ in level.values}
             names = list(shape.properties)
@@ -141,13 +141,13 @@ class _Writer:
             left = 1.0
             for name in (name for name in names[last:] if name not in written):
                 prob = left if name in shape.required else left * _OPTIONAL
-                found[name] = found.get(name, 0.0) + prob
+                probs[name] = probs.get(name, 0.0) + prob
                 left -= prob
                 if left < 0.1:
                     break
             else:
-                found[None] = found.get(None, 0.0) + left
-        return list(found.items())
+                probs[None] = probs.get(None, 0.0) + left
+        return list(probs.items())
 
     def _values(self, level: Level) -> Iterator[Continuation]:
         """The beginning of the value at `level.key`, or of an item; a constant and what follows it."""
@@ -175,7 +175,7 @@ class _Writer:
 
     def _allowed(self, level: Level) -> list[Shape]:
         """The shapes that the value at `level.key`, or an item, may have."""
-        return [each for shape in self._owner.fitting(level) for each in shape.at(level)]
+        return [inner for shape in self._owner.fitting(level) for inner in shape.at(level)]
 
     def _written(self, level: Level, value: str) -> Iterator[Continuation]:
         """A whole value, and what follows it."""
@@ -267,11 +267,11 @@ def _quoted(text: str) -> str:
 
 def _shared(ways: Iterable[Continuation]) -> list[Continuation]:
     """Ways with probabilities that sum to one; equal ones become one."""
-    found: dict[tuple[str, str], float] = {}
+    probs: dict[tuple[str, str], float] = {}
     for text, probe, prob in islice(ways, _MAX_WAYS):
-        found[text, probe] = found.get((text, probe), 0.0) + prob
-    total = sum(found.values())
-    return [Continuation(*key, prob / total) for key, prob in found.items()]
+        probs[text, probe] = probs.get((text, probe), 0.0) + prob
+    total = sum(probs.values())
+    return [Continuation(*key, prob / total) for key, prob in probs.items()]
 
 
 def _rest(kind: str, ways: Iterable[Continuation], written: str) -> Forecast | None:

@@ -66,26 +66,26 @@ class Vocabulary:
         """The tokens of `text` after the token `last`, without those that would reach into the probe; empty if the
         tokenizer would not have ended a token at `last`."""
         key = (last, text, probe)
-        found = self._tokens.get(key)
-        if found is None:
+        tokens = self._tokens.get(key)
+        if tokens is None:
             if len(self._tokens) >= _MAX_REMEMBERED:
                 self._tokens.clear()
-            found = self._tokens[key] = tuple(self._split(last, text, probe))
-        return found
+            tokens = self._tokens[key] = tuple(self._split(last, text, probe))
+        return tokens
 
     def _split(self, last: int, text: str, probe: str) -> list[int]:
         ids = self._encode(self.text([last]) + text + probe)
         whole = self._decode(ids)
         if not whole.endswith(text + probe):
             return []
-        found, num_wanted = [], len(text) + len(probe)
+        tokens, num_wanted = [], len(text) + len(probe)
         for count, token in enumerate(ids):
             left = len(whole) - len(self._decode(ids[:count]))
-            if left == num_wanted or found:
+            if left == num_wanted or tokens:
                 if len(whole) - len(self._decode(ids[: count + 1])) < len(probe) or token >= self._size:
                     break
-                found.append(token)
-        return found
+                tokens.append(token)
+        return tokens
 
     def _after_anchor(self, tokens: Sequence[int]) -> str:
         return self._decode([*self._anchor, *tokens])[len(self._decode(self._anchor)) :]
@@ -177,16 +177,16 @@ class Position:
 
     def after(self, token: int) -> Position:
         """The position after one more token."""
-        found = self._next.get(token)
-        if found is None:
-            found = self._next[token] = self._follow(token) or self._read(token)
-        return found
+        position = self._next.get(token)
+        if position is None:
+            position = self._next[token] = self._follow(token) or self._read(token)
+        return position
 
     def _follow(self, token: int) -> Position | None:
         """The position in the continuations that have this token and others after it; None if there are none."""
         place = len(self._unread)
         chains = tuple(
-            each for each in self._chains or () if len(each.tokens) > place + 1 and each.tokens[place] == token
+            chain for chain in self._chains or () if len(chain.tokens) > place + 1 and chain.tokens[place] == token
         )
         if not chains:
             return None

@@ -130,7 +130,9 @@ class SuffixStore:
                 tokens); what was there is still there.
         """
         with self.lock:
-            requests = [{"adapters": each.adapters, "tokens": [*each.tokens]} for each in self._requests.values()]
+            requests = [
+                {"adapters": request.adapters, "tokens": [*request.tokens]} for request in self._requests.values()
+            ]
             content = {
                 "format": _FORMAT,
                 "vocab_size": self._vocab_size,
@@ -156,14 +158,14 @@ class SuffixStore:
         _check(path, vocab_size is None or vocab_size >= 0, f'"vocab_size" is {vocab_size!r}')
         max_tokens = content.get("max_tokens") or 0
         _check(path, max_tokens > 0, f'"max_tokens" is {max_tokens!r}')
-        for each in requests:
-            _check(path, _is_request(each, vocab_size), f"a request is not tokens below {vocab_size} with adapters")
-        num_tokens = sum(len(each["tokens"]) for each in requests)
+        for request in requests:
+            _check(path, _is_request(request, vocab_size), f"a request is not tokens below {vocab_size} with adapters")
+        num_tokens = sum(len(request["tokens"]) for request in requests)
         _check(path, num_tokens <= max_tokens, f"{num_tokens} tokens are above its own limit")
         store = cls(max_tokens)
         store._vocab_size = vocab_size
-        for each in requests:
-            store.extend(store.begin(each["adapters"]), each["tokens"])
+        for request in requests:
+            store.extend(store.begin(request["adapters"]), request["tokens"])
         return store
 
 
@@ -189,6 +191,6 @@ def _is_request(value: Any, vocab_size: int | None) -> bool:
     return isinstance(tokens, list) and all(_is_count(token) and token < (vocab_size or 0) for token in tokens)
 
 
-def _check(path: str | os.PathLike[str], is_right: bool, found: str) -> None:
+def _check(path: str | os.PathLike[str], is_right: bool, problem: str) -> None:
     if not is_right:
-        raise CheckpointError(f"{os.fspath(path)} is not a store that can be read: {found}. Nothing was loaded.")
+        raise CheckpointError(f"{os.fspath(path)} is not a store that can be read: {problem}. Nothing was loaded.")

@@ -67,7 +67,7 @@ def test_they_compile_for_a_gpu(monkeypatch, tmp_path):
     score_part, merge = top_log_probs._kernels()
     parts = {"best": "*fp32", "columns": "*i32", "sums": "*fp32"}
     compile_for_hopper(score_part, {"scores": "*bf16", **parts}, {"COUNT": 10, "BLOCK": 1024})
-    outputs = {"log_probs": "*fp32", "found": "*i64"}
+    outputs = {"log_probs": "*fp32", "best_columns": "*i64"}
     compile_for_hopper(merge, {**parts, **outputs}, {"COUNT": 10, "PARTS": 256, "CELLS": 2048})
     top_log_probs._kernels.cache_clear()
 
