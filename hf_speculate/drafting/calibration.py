@@ -65,7 +65,7 @@ class Calibration:
         self._shares = None
 
     def fade(self) -> None:
-        """Gives all earlier rounds less weight; called once a round."""
+        """Gives all earlier rounds less weight; called once per round."""
         self._trials = [MEMORY * trials for trials in self._trials]
         self._hits = [MEMORY * hits for hits in self._hits]
         self._shares = None

@@ -117,7 +117,7 @@ class Acceptance:
             self._nodes[node].add(total / len(probabilities))
 
     def fade(self) -> None:
-        """Gives all earlier rounds less weight; called once a round."""
+        """Gives all earlier rounds less weight; called once per round."""
         self.calibration.fade()
         for average in (*self._nodes, *(average for level in self._levels for average in level)):
             average.fade()

@@ -75,7 +75,7 @@ class Known:
         return deepcopy(self)
 
     def fade(self) -> None:
-        """Gives all earlier rounds less weight; called once a round."""
+        """Gives all earlier rounds less weight; called once per round."""
         for statistic in (self.acceptance, self.tokens, self.seconds, self.nodes):
             statistic.fade()
 

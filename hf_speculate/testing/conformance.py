@@ -115,12 +115,12 @@ class DrafterReport:
     Attributes:
         num_asked: number of drafts that were asked for.
         num_drafts: drafts with at least one node below the root.
-        tokens_a_round: tokens that a round with a draft emitted on average; None without such rounds.
+        tokens_per_round: tokens that a round with a draft emitted on average; None without such rounds.
     """
 
     num_asked: int
     num_drafts: int
-    tokens_a_round: float | None
+    tokens_per_round: float | None
 
 
 def _left_padded(prompts: Iterable[Tensor]) -> dict[str, Tensor]:
