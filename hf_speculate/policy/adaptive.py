@@ -4,9 +4,8 @@ A drafter gives its confidence in every node (`DraftTree.values`). Calibrated on
 probability that the node is right. The policy also measures what rounds cost. It prices a token at the recent time per
 token; with this price every decision can be made alone (Dinkelbach's method for the largest ratio of two sums).
 
-A balance bounds the losses. It grows by a share of the time and by what drafts gain, and shrinks by what they lose. The
-policy begins no draft that the balance could not pay for if every node were wrong. So a request begins with small
-drafts, and bad drafts become rare.
+A balance bounds the losses. The policy begins no draft that the balance could not pay for if every node were wrong. So
+a request begins with small drafts, and bad drafts become rare. The docstring of the package explains the balance.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from .costs import RoundCosts
 from .early_stopping import WhilePaying
 
 
-# Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards.
+# The allowance is this part of the time of every round. The balance starts with `LOSS_START` one-token forwards.
 # Together they are 2 % of 64 tokens.
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
 # The start where forwards are padded, as in recordings. There a draft costs 0.4 to 1.5 forwards whatever its size, and
 # to record it once takes as long as dozens.
 LOSS_START_PADDED = 3.0
-# Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
-# that pays. A new request may lose a part of an earlier request's winnings, for the same reason.
-_BANK = 8.0
+# Largest balance, in one-token forwards, and the largest one that a request takes over from an earlier one. Gains up to
+# these may be lost again, so that a few unlucky rounds do not stop a drafter that pays.
+_MAX_BALANCE = 8.0
 LOSS_CARRIED = 5.0
-# Largest debt, in one-token forwards. The first round of a kind is slow because libraries prepare kernels in it. The
-# limit keeps such a round from stopping drafts for long.
-_DEBT = 0.1
+# Smallest balance. The first round of a kind is slow because libraries prepare kernels in it. The limit keeps such a
+# round from stopping drafts for long.
+_MIN_BALANCE = -0.1
 _STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
-_PATIENCE = 0.95  # part of the surcharge that is kept from one round to the next
+_SURCHARGE_KEPT = 0.95  # part of the surcharge that is kept from one round to the next
 _DEEPEST = 16  # levels; a draft that may go this deep has no limit
 # After this many rounds without a draft, a drafting time from one or two observations is ignored. First drafts are
 # often slow, and without further drafts such a time would never be corrected.
@@ -161,51 +160,53 @@ class AdaptiveSession(PolicySession):
         if self._early_stopping is None:
             costs.record_idle(round.seconds.drafting, context)
             seconds += costs.idle(context)
-        charged = quiet = seconds / self._plain
+        charged = usual = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
-            charged, quiet = self._charged(taken, seconds, is_known or is_cold)
+            charged, usual = self._charges(taken, seconds, is_known or is_cold)
         if self._early_stopping is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
-            more = self._charged(round.seconds.drafting, expected, is_known)
-            charged, quiet = charged + more[0], quiet + more[1]
+            more = self._charges(round.seconds.drafting, expected, is_known)
+            charged, usual = charged + more[0], usual + more[1]
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
         self._num_idle = 0 if self._early_stopping is not None else self._num_idle + 1
         self.known.num_idle = 0 if self._early_stopping is not None else self.known.num_idle + 1
-        self._book(tokens if self._early_stopping is not None else None, charged, quiet)
+        self._update_balance(tokens if self._early_stopping is not None else None, charged, usual)
         if drafted:
             self.known.nodes.add(drafted)
             self._learn_nodes(round, rows)
 
-    def _charged(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
-        """One-token forwards to charge the balance for, and those on an otherwise idle machine.
+    def _charges(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
+        """The charge for a time, and the usual charge, in one-token forwards.
 
-        Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
-        about drafting.
+        The usual charge is near the expected time: a round that another process delayed says nothing about drafting.
+        The charge is the usual one once the expected time is reliable (`is_known`).
         """
         near = min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
         return (near if is_known else max(taken, expected)) / self._plain, near / self._plain
 
-    def _book(self, tokens: float | None, charged: float, quiet: float) -> None:
-        """Changes the balance by a round. What `charged` was above `quiet` is paid back if others turn out soon to use
-        the machine.
+    def _update_balance(self, tokens: float | None, charged: float, usual: float) -> None:
+        """Changes the balance by a round.
+
+        The surcharge is the part of the charge above the usual one. It is paid back if the machine soon turns out to be
+        busy.
 
         Args:
             tokens: tokens of each row; None if the round had no draft.
-            charged, quiet: see `_charged`.
+            charged, usual: see `_charges`.
         """
 
-        def booked(cost: float) -> float:
-            won = LOSS_SHARE * cost + (0.0 if tokens is None else tokens - cost)
-            return min(max(self.known.balance + won, -_DEBT), _BANK)
+        def balance_after(charge: float) -> float:
+            gain = LOSS_SHARE * charge + (0.0 if tokens is None else tokens - charge)
+            return min(max(self.known.balance + gain, _MIN_BALANCE), _MAX_BALANCE)
 
-        after, without = booked(charged), booked(quiet)
-        self._surcharge = self._surcharge * _PATIENCE + max(without - after, 0.0)
+        after, usual_after = balance_after(charged), balance_after(usual)
+        self._surcharge = self._surcharge * _SURCHARGE_KEPT + max(usual_after - after, 0.0)
         if self._costs.rounds.are_restless:
-            after, self._surcharge = min(after + self._surcharge, _BANK), 0.0
+            after, self._surcharge = min(after + self._surcharge, _MAX_BALANCE), 0.0
         self.known.balance = after
 
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:

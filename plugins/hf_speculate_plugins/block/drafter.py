@@ -73,7 +73,7 @@ class BlockSession(HeadSession[BlockHead]):
         ends = to_device(lengths, tokens.device)[:, None] + torch.arange(2, device=tokens.device, dtype=torch.long)
         return torch.cat([last, tokens], dim=1).gather(1, ends)
 
-    def _left(self, head_cache: HeadCache) -> HeadCache:
+    def _carried_state(self, head_cache: HeadCache) -> HeadCache:
         if self._steps is not None:
             self._steps.settle()
         return head_cache

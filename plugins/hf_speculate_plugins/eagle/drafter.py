@@ -86,7 +86,7 @@ class EagleSession(HeadSession[Any]):
         super().close()
         self._pending = self._root_hidden = None
 
-    def _left(self, head_cache: HeadCache) -> tuple[HeadCache, Pending | None]:
+    def _carried_state(self, head_cache: HeadCache) -> tuple[HeadCache, Pending | None]:
         return head_cache, self._pending
 
     def _resume(self, left: Any, num_alike: int, first: int, count: int) -> HeadCache | None:

@@ -180,10 +180,10 @@ class HeadSession(DraftSession, Generic[Head]):
     def close(self) -> None:
         """Stores the head's cache for the next turn of the conversation."""
         if self._head_cache is not None and self._text is not None and self._request.cache is not None:
-            self._conversations.keep(self._request.cache, self._text, self._left(self._head_cache))
+            self._conversations.keep(self._request.cache, self._text, self._carried_state(self._head_cache))
         self._head_cache = self._steps = None
 
-    def _left(self, head_cache: HeadCache) -> Any:
+    def _carried_state(self, head_cache: HeadCache) -> Any:
         """The state to store for the next turn: the head's cache, unless a method needs more."""
         return head_cache
 
@@ -209,7 +209,7 @@ class HeadSession(DraftSession, Generic[Head]):
         """The last turn's cache, cut to `first` entries and ready for `count` more; None if the texts differ before.
 
         Args:
-            left: state that the last turn stored, see `_left`.
+            left: state that the last turn stored, see `_carried_state`.
             num_alike: length of the common prefix of both texts.
         """
         return left.resumed(first, count) if num_alike >= first else None
