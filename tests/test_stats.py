@@ -204,7 +204,7 @@ def test_verdict_describes_the_speedup(stats, said):
     ],
 )
 def test_a_small_gain_is_explained_by_what_the_head_recorded(record, first, sampled, with_draft, said):
-    """Tokens a round are the same; depth 1 tells whether the head or its cost is the matter."""
+    """Tokens per round are the same; depth 1 tells whether the head or its cost is the matter."""
     stats = counted(2, 4, with_draft, 0.01, sampled_calls=sampled, advice=of_heads(record))
     stats.accepted_to_depth[1] = round(60 * first)
     stats.round_seconds_with_draft = [2 * with_draft] * 60

@@ -190,12 +190,12 @@ class TreeCache:
         Raises:
             CacheStateError: a length is beyond the end of its row, or below `shortest_length`.
         """
-        for row, (wanted, found) in enumerate(zip(lengths, self.lengths, strict=True)):
-            if not 0 <= wanted <= found:
-                raise CacheStateError(f"cannot truncate row {row} to {wanted} entries: it has {found}.")
-            if wanted < min(found, self.shortest_length):
+        for row, (wanted, length) in enumerate(zip(lengths, self.lengths, strict=True)):
+            if not 0 <= wanted <= length:
+                raise CacheStateError(f"cannot truncate row {row} to {wanted} entries: it has {length}.")
+            if wanted < min(length, self.shortest_length):
                 raise CacheStateError(
-                    f"cannot truncate row {row} from {found} to {wanted} entries: a sliding window has moved on, "
+                    f"cannot truncate row {row} from {length} to {wanted} entries: a sliding window has moved on, "
                     f"{self.shortest_length} is the shortest length left."
                 )
         self.lengths = tuple(lengths)

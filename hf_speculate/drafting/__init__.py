@@ -33,6 +33,6 @@ from .observations import new_tokens as new_tokens
 from .ranking import Warpers as Warpers
 from .ranking import rank_children as rank_children
 from .ranking import warped as warped
-from .requests import Deepening as Deepening
 from .requests import DraftRequest as DraftRequest
 from .requests import DraftState as DraftState
+from .requests import EarlyStopping as EarlyStopping

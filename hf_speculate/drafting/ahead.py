@@ -1,7 +1,7 @@
 """The next round's draft, made on a separate thread while the target verifies this one.
 
-The text never depends on how long that takes. A draft whose guess was right is waited for. Any other is cancelled and
-dropped, and nothing else uses the session until it has ended. A wrong guess costs only time.
+The text never depends on how long that takes. If the guess was right, the loop waits for the draft. Else it cancels and
+drops the draft, and nothing else uses the session until the draft has ended. A wrong guess costs only time.
 """
 
 from __future__ import annotations

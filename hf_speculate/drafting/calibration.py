@@ -65,7 +65,7 @@ class Calibration:
         self._shares = None
 
     def fade(self) -> None:
-        """Gives all earlier rounds less weight; called once a round."""
+        """Gives all earlier rounds less weight; called once per round."""
         self._trials = [MEMORY * trials for trials in self._trials]
         self._hits = [MEMORY * hits for hits in self._hits]
         self._shares = None
@@ -130,7 +130,7 @@ class CalibrationTable:
 def _checked(shares: object, path: Path, name: str) -> Shares | None:
     if shares is None:
         return None
-    if not isinstance(shares, list) or len(shares) != len(_SHARES) or not all(_is_share(each) for each in shares):
+    if not isinstance(shares, list) or len(shares) != len(_SHARES) or not all(_is_share(share) for share in shares):
         raise CheckpointError(f"{path}: {name!r} must be {len(_SHARES)} shares from 0 to 1.")
     return tuple(shares)
 

@@ -79,8 +79,8 @@ class DraftChecks:
     def _check_form(self, tree: DraftTree, num_rows: int) -> None:
         tokens, parents = tree.token_ids, tree.parents
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.long or tokens.is_meta:
-            found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise self._error(f"drafted token_ids that are {found}; they must be int64 [B, N] with data")
+            given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise self._error(f"drafted token_ids that are {given}; they must be int64 [B, N] with data")
         if len(tokens) != num_rows:
             raise self._error(f"drafted {len(tokens)} rows for {num_rows}")
         values = tree.values
@@ -90,9 +90,9 @@ class DraftChecks:
             and values.shape == tokens.shape
             and values.device == tokens.device
         ):
-            found = f"{list(values.shape)} ({values.dtype}, {values.device})" if isinstance(values, Tensor) else values
+            given = f"{list(values.shape)} ({values.dtype}, {values.device})" if isinstance(values, Tensor) else values
             raise self._error(
-                f"gave the values {found} to {list(tokens.shape)} nodes; expected floats of that shape and device"
+                f"gave the values {given} to {list(tokens.shape)} nodes; expected floats of that shape and device"
             )
         if not tokens.shape[1]:
             raise self._error("drafted no nodes: node 0, the root, is always there")

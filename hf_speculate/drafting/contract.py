@@ -103,8 +103,9 @@ class DraftSession(ABC):
         however the call ends.
 
         It is called if `Drafter.drafts_ahead` is set, on a separate thread while the target verifies. Nothing else of
-        the session is called until it returns. It draws no random numbers but the state's noise. If `state.goes_on` is
-        False, the draft is not needed any more and it may return early.
+        the session is called until it returns. It draws no random numbers but the state's noise. If
+        `state.should_continue` is False, it may return early: another level does not pay, or the draft is not needed
+        any more.
 
         Args:
             state: state of a request with one row. Its root is the last token of `path`, or the session's own root if
@@ -147,8 +148,8 @@ class Drafter(ABC):
         record: record of a head's target and acceptance, read from its folder.
         is_free: whether drafting takes almost no time: it runs no model.
         drafts_ahead: whether its sessions implement `DraftSession.ahead`.
-        takes_parts: whether it drafts with several others, which `for_target` takes as the option `parts`. "a+b" means
-            the one of the entry-point group `hf_speculate.joining_drafters` that does.
+        takes_parts: whether it combines several drafters, which `for_target` takes as the option `parts`. "a+b" means
+            the drafter of the entry-point group `hf_speculate.joining_drafters` that combines them.
         options_classes: dataclasses whose fields are the drafter's options, for listings.
     """
 
@@ -176,7 +177,7 @@ class Drafter(ABC):
     def joins(cls, processors: LogitsProcessorList) -> bool:
         """Whether requests with these processors are better drafted with this drafter in addition to any other one.
 
-        Only the entry-point group `hf_speculate.joining_drafters` is asked.
+        It is called only for drafters of the entry-point group `hf_speculate.joining_drafters`.
         """
         return False
 

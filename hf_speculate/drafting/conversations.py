@@ -50,8 +50,8 @@ class Conversations(Generic[State]):
     def take(self, cache: Cache | None, text: Sequence[int] | None) -> tuple[int, State] | None:
         """Removes and returns the state kept for `cache`, with the length of the prefix that `text` shares with what it
         has read."""
-        found = None if cache is None else self._states.pop(cache, None)
-        return None if found is None or text is None else (common_prefix(found[0], text), found[1])
+        kept = None if cache is None else self._states.pop(cache, None)
+        return None if kept is None or text is None else (common_prefix(kept[0], text), kept[1])
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

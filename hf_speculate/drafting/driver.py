@@ -1,4 +1,4 @@
-"""The drafter's side of a request: when it is called, with what, and what its errors mean to the caller."""
+"""The driver of a drafter: it calls the drafter of one request, checks its drafts and names it in errors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .choices import Choices
 from .contract import Drafter, DraftSession
 from .features import FeatureTaps
 from .observations import Observation, Observations
-from .requests import Deepening, DraftRequest, DraftState
+from .requests import DraftRequest, DraftState, EarlyStopping
 
 
 Answer = TypeVar("Answer")
 
-# Longest prompt, in tokens, whose states are kept until a draft is wanted.
+# Longest prompt, in tokens, whose states are kept until the first draft.
 _MOST_KEPT = 2048
 
 
@@ -71,7 +71,7 @@ class Drafting:
         return self._taps.listening()
 
     def observe_prompt(self, tokens: Tensor, hidden_states: Any) -> None:
-        """Stores the prompt until a draft is wanted. A long prompt goes to the drafter now, to free its states.
+        """Stores the prompt until the first draft. A long prompt goes to the drafter now, to free its states.
 
         Args:
             tokens: int64 [B, J], the token after each known position (`DraftSession.observe`).
@@ -105,25 +105,28 @@ class Drafting:
             self._unobserved.add(round.tokens, self._taps.at(hidden_states, paths, round.tree.rows, along))
 
     def note(self, output: Any, num_rerun: int) -> None:
-        """Takes from a forward's output what the taps did not see, and drops the states of the `num_rerun` tokens that
-        ran again before the nodes."""
+        """Stores states that a forward returned itself, and drops those of the `num_rerun` tokens that it ran again
+        before the nodes."""
         self._taps.note(output)
         self._taps.skip(num_rerun)
 
     def sources(self, round: Round) -> Iterator[str]:
-        """The names of those who had drafted each accepted token, if several drafters draft together."""
+        """The names of the drafters of each accepted token, if several drafters draft together."""
         if len(self.drafter.parts) > 1 and round.num_nodes:
             for row, (tokens, number) in enumerate(zip(round.tokens, round.num_accepted, strict=True)):
                 yield from self._session.sources(row, tokens[:number])
 
     def observe_choices(self, round: Round, logits: Tensor, sampler: Sampler) -> None:
-        """Passes the drafter the target's most probable tokens, from logits [R, N, V], if it wants them.
+        """Gives the drafter the target's most probable tokens of a round, if its session uses them.
 
-        Rounds without a draft are left out: they may not lose that time.
+        It skips rounds without a draft, because they must not become slower.
+
+        Args:
+            logits: the target's logits at the nodes of the round, [R, N, V].
         """
         count, is_asked, self._is_asked = self._session.num_choices, self._is_asked, False
         if count and is_asked and any(round.tokens):
-            # tokens that can be drafted
+            # Only tokens with an embedding can be drafted.
             known = logits if logits.shape[-1] <= self._num_ids else logits[..., : self._num_ids]
             choices = Choices.of(round.tree, known, sampler.warpers, count)
             self._ask(lambda: self._session.observe_choices(choices))
@@ -136,12 +139,12 @@ class Drafting:
         max_depth: int,
         *,
         chains_only: bool,
-        deepening: Deepening | None = None,
+        early_stopping: EarlyStopping | None = None,
         num_nodes: float | None = None,
     ) -> DraftState:
         """The situation before a round."""
-        # Code that has drawn from the same RNG will do so again: then no noise is drawn early. The noise must also have
-        # the width of the vocabulary that drafters draft for.
+        # Other code that has drawn from the same RNG will probably draw again, and so change the noise of later steps.
+        # Then drafters get no noise. The noise must also be as wide as the vocabulary that they draft from.
         noise = sampler.noise
         shares_noise = noise is not None and not noise.was_disturbed and noise.width == self._vocab_size
         return DraftState(
@@ -150,7 +153,7 @@ class Drafting:
             max_depth=max_depth,
             chains_only=chains_only,
             num_emitted=tuple(sequences.num_emitted),
-            deepening=deepening,
+            early_stopping=early_stopping,
             num_nodes=num_nodes,
             _noise=noise if shares_noise else None,
             _warpers=sampler.warpers,
@@ -176,8 +179,8 @@ class Drafting:
         return _first_branch(tree) if state.chains_only and not _is_chain(tree) else tree
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> Pending:
-        """Begins a draft on the worker's thread (`DraftSession.ahead`). Until it has ended, only it may use the
-        session."""
+        """Begins a draft on the worker's thread (`DraftSession.ahead`). Nothing else may use the session until it has
+        ended."""
         self.read_prompt()
         observation, session = self._unobserved.take(), self._session
         if observation is not None:
@@ -192,7 +195,7 @@ class Drafting:
         return self._pending
 
     def made_ahead(self, pending: Pending) -> DraftTree:
-        """The finished draft, from the root of its state."""
+        """The result of a draft made ahead; waits until the draft has ended."""
         return self._ask(pending.result)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Observation(NamedTuple):
 
 
 def new_tokens(tokens: Int[Tensor, "B J"], lengths: Int[Tensor, " B"], is_prompt: bool) -> list[list[int]]:
-    """The tokens of every row that a session which has read the prompt's text does not know yet.
+    """The tokens of every row that are new for a session that knows the text of the prompt.
 
     Args:
         tokens, lengths: see `DraftSession.observe`.
@@ -67,7 +67,7 @@ class Observations:
             return Observation.from_rows(
                 rows, {layer: torch.cat([features[layer] for _, features in waiting], dim=1) for layer in layers}
             )
-        return joined([Observation.from_rows(*each) for each in waiting])
+        return joined([Observation.from_rows(*waiting_round) for waiting_round in waiting])
 
 
 def joined(observations: Sequence[Observation]) -> Observation:

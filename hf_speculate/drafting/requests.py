@@ -90,11 +90,11 @@ class DraftRequest:
         return texts
 
 
-class Deepening(Protocol):
-    """A decision whether another level of a draft pays."""
+class EarlyStopping(Protocol):
+    """The decision, before each level of a draft, whether to draft that level or to stop early."""
 
     def __call__(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
-        """Decides on the next level. It is called level by level.
+        """Whether to draft the next level. It is called level by level.
 
         Args:
             values: path log-probabilities on the CPU (`DraftTree.values`) of the nodes that the next level would
@@ -116,7 +116,7 @@ class DraftState:
         chains_only: whether the target cannot score branches, so that only the first branch of a tree is used.
         num_emitted: number of new tokens of each row so far. Noise row `num_emitted[r] + d` chooses the children of row
             r's nodes at depth d.
-        deepening: decision that `goes_on` returns; None always continues.
+        early_stopping: decision that `should_continue` returns; None never stops early.
         num_nodes: number of draft nodes that the target scored in recent rounds, on average; a draft need not consider
             many more. None if that is unknown.
         cancelled: event that is set when the draft is not needed any more (`DraftSession.ahead`); None if it cannot be
@@ -128,7 +128,7 @@ class DraftState:
     max_depth: int
     chains_only: bool
     num_emitted: tuple[int, ...]
-    deepening: Deepening | None = None
+    early_stopping: EarlyStopping | None = None
     num_nodes: float | None = None
     cancelled: Event | None = None
     _noise: Noise | None = None
@@ -154,15 +154,15 @@ class DraftState:
         tokens = torch.cat([roots, whole.token_ids[:, 1:]], dim=1)
         return DraftTree(tokens, parents, max_depth, values=whole.values)
 
-    def goes_on(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
+    def should_continue(self, values: Float[Tensor, "B F"], previous: Int[Tensor, "B F"] | None = None) -> bool:
         """Whether to draft another level; drafters call this before each level but the first.
 
         The answer is always True on a device, as the host would have to wait for it; `max_depth` limits such drafts. It
-        is False once the draft is cancelled. Arguments: see `Deepening`.
+        is False once the draft is cancelled. Arguments: see `EarlyStopping`.
         """
         if self.cancelled is not None and self.cancelled.is_set():
             return False
-        return self.deepening is None or values.device.type != "cpu" or self.deepening(values, previous)
+        return self.early_stopping is None or values.device.type != "cpu" or self.early_stopping(values, previous)
 
     def child_scores(
         self, draft_logits: Float[Tensor, "B N W"], depth: int, token_ids: Int[Tensor, " W"] | None = None

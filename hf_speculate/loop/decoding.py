@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cache import TreeCache
-from ..drafting import Deepening, Drafting, DraftState
+from ..drafting import Drafting, DraftState, EarlyStopping
 from ..forward import Scorer
 from ..policy import PolicySession
 from ..stats import SpeculationStats
@@ -79,7 +79,7 @@ class Decoding:
         """Position ids of the last emitted tokens."""
         return self.prompt.root_positions(self.rows.sequences)
 
-    def state(self, max_depth: int, deepening: Deepening | None) -> DraftState:
+    def state(self, max_depth: int, early_stopping: EarlyStopping | None) -> DraftState:
         """The situation of the drafter before a draft of at most `max_depth` levels."""
         return self.drafting.state(
             self.sampler,
@@ -87,7 +87,7 @@ class Decoding:
             self.rows.active,
             max_depth,
             chains_only=self.scorer.shape == "chain",
-            deepening=deepening,
+            early_stopping=early_stopping,
             num_nodes=self.policy.num_nodes(),
         )
 

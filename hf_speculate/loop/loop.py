@@ -82,7 +82,7 @@ def draft(run: Decoding, budget: Budget) -> DraftTree:
         if not bounds.allow_draft:
             tree = DraftTree.root_only(run.rows.sequences.last_tokens)
         elif tree is None:
-            tree = run.drafting.draft(run.state(bounds.max_depth, run.policy.deepening()))
+            tree = run.drafting.draft(run.state(bounds.max_depth, run.policy.early_stopping()))
         run.depth = tree.max_depth
         return run.rows.with_padding(bounds.cut(tree, run.policy)).select(run.cache.rows)
 
@@ -92,7 +92,7 @@ def look_ahead(run: Decoding, tree: DraftTree, budget: Budget) -> None:
     if run.ahead is not None and not budget.is_nothing:
         with run.meter.drafting():
             (limit,) = run.limits(run.scorer, run.root_positions)
-            run.ahead.begin(tree, budget, run.state(limit, run.policy.deepening_ahead()))
+            run.ahead.begin(tree, budget, run.state(limit, run.policy.early_stopping_ahead()))
 
 
 def score(run: Decoding, tree: DraftTree) -> Any:

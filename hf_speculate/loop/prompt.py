@@ -47,10 +47,10 @@ class Prompt:
         if cache_of(output) is not scorer.cache.cache:  # prefix tuning brings its own cache
             scorer.cache = TreeCache(cache_of(output), len(scorer.cache.lengths))
         # Masks, positions and paths address entries by index, so each token must have exactly one.
-        found = scorer.cache.cache.get_seq_length()
-        if self.num_expected is not None and found != self.num_expected:
+        num_cached = scorer.cache.cache.get_seq_length()
+        if self.num_expected is not None and num_cached != self.num_expected:
             raise PromptError(
-                f"{type(scorer.model).__name__} keeps {found} cache entries of a prompt of {self.num_expected} "
+                f"{type(scorer.model).__name__} keeps {num_cached} cache entries of a prompt of {self.num_expected} "
                 "tokens: which entry belongs to which token is not known. Possible causes: an attention mask that is "
                 "longer than the text, a cache from which entries were taken, images in front of the text."
             )

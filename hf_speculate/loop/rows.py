@@ -76,7 +76,7 @@ class Rows:
         if self.are_padded:
             return len(set(emitted)) > 1
         pairs = zip(cache.lengths, self.settled_lengths(emitted), strict=True)
-        return self._owe_eos and any(found < settled for found, settled in pairs)
+        return self._owe_eos and any(num_cached < settled for num_cached, settled in pairs)
 
     def done(self, cache: TreeCache) -> list[int]:
         """Finished rows that need no more forwards. Rows that continue with padding are not among them."""

@@ -72,13 +72,13 @@ class StockStep:
             inputs = self._inputs(torch.cat([prompt, prompt.new_zeros(len(prompt), 1)], dim=1), 1, cache)
         except Exception as error:  # the model's own methods expect to be called by stock's loop
             raise PromptError(f"{name} cannot prepare {sorted((*given, *more))}: {error}") from error
-        found = {key: v for key, v in inputs.items() if v is not None and key not in (*OWN_KWARGS, "input_ids")}
-        own = sorted(key for key, value in found.items() if key not in given or not _is_same(value, given[key]))
+        kwargs = {key: v for key, v in inputs.items() if v is not None and key not in (*OWN_KWARGS, "input_ids")}
+        own = sorted(key for key, value in kwargs.items() if key not in given or not _is_same(value, given[key]))
         if own:
             raise PromptError(
                 f"{name} prepares its own {', '.join(own)} for every step after this prompt: trees cannot follow."
             )
-        return found
+        return kwargs
 
     def _inputs(self, text: Tensor, num_new: int, cache: Cache) -> dict[str, Any]:
         kwargs = self._kwargs | as_cache(cache)

@@ -63,11 +63,11 @@ class Acceptance:
 
     def probabilities(self, row: TreeRow) -> list[float]:
         """The probability that each node of a row is right; 0 for padding."""
-        found = [1.0]
+        probabilities = [1.0]
         for node, value in enumerate(_own_values(row)[1:], start=1):
             parent = row.parents[node]
-            found.append(found[parent] * self.calibration.share(value) if parent >= 0 else 0.0)
-        return found
+            probabilities.append(probabilities[parent] * self.calibration.share(value) if parent >= 0 else 0.0)
+        return probabilities
 
     def count(self, row: TreeRow, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Learns from one row's tree, from every node whose parent was accepted.
@@ -92,15 +92,16 @@ class Acceptance:
             price: cost of scoring one more node, in tokens.
         """
         worth, mass = [0.0], [1.0]
-        for row, found in zip(rows, probabilities, strict=True):
-            for depth, parent, share in zip(node_depths(host.parents[row]), host.parents[row], found, strict=True):
+        for row, of_row in zip(rows, probabilities, strict=True):
+            parents = host.parents[row]
+            for depth, parent, probability in zip(node_depths(parents), parents, of_row, strict=True):
                 if parent < 0:
                     continue
                 while depth >= len(worth):
                     worth.append(0.0)
                     mass.append(0.0)
-                worth[depth] += max(share - price, 0.0) / len(rows)
-                mass[depth] += share / len(rows)
+                worth[depth] += max(probability - price, 0.0) / len(rows)
+                mass[depth] += probability / len(rows)
         for depth in range(1, len(worth)):
             if depth > len(self._levels):
                 self._levels.append((Average(), Average()))
@@ -112,13 +113,13 @@ class Acceptance:
         width = max(map(len, probabilities), default=0)
         self._nodes += [Average() for _ in range(width - len(self._nodes))]
         for node in range(width):
-            shares = (found[node] for found in probabilities if node < len(found))
-            self._nodes[node].add(sum(shares) / len(probabilities))
+            total = sum(of_row[node] for of_row in probabilities if node < len(of_row))
+            self._nodes[node].add(total / len(probabilities))
 
     def fade(self) -> None:
-        """Gives all earlier rounds less weight; called once a round."""
+        """Gives all earlier rounds less weight; called once per round."""
         self.calibration.fade()
-        for average in (*self._nodes, *(each for level in self._levels for each in level)):
+        for average in (*self._nodes, *(average for level in self._levels for average in level)):
             average.fade()
 
     def next_level(self, depth: int) -> float:
@@ -131,21 +132,21 @@ class Acceptance:
     def levels(self) -> list[float]:
         """The net worth in tokens of each level of a draft, averaged over recent drafts. The list ends with estimates
         for a few deeper levels."""
-        found: list[float] = []
+        levels: list[float] = []
         for depth in range(len(self._levels) + _MORE_LEVELS):
-            expected = _PRIOR_RATIO * (found[-1] if found else 1.0)
-            found.append(self._levels[depth][0].near(expected) if depth < len(self._levels) else expected)
-        return found
+            expected = _PRIOR_RATIO * (levels[-1] if levels else 1.0)
+            levels.append(self._levels[depth][0].near(expected) if depth < len(self._levels) else expected)
+        return levels
 
     def nodes(self) -> list[float]:
         """The probability of each draft node, averaged over recent trees.
 
         A node that was not scored lately gets the probability of the node before it, so that it is tried again.
         """
-        found = [1.0]
+        probabilities = [1.0]
         for average in self._nodes[1:]:
-            found.append(average.near(found[-1]))
-        return [*found[1:], *found[-1:] * len(found)]
+            probabilities.append(average.near(probabilities[-1]))
+        return [*probabilities[1:], *probabilities[-1:] * len(probabilities)]
 
 
 def _own_values(row: TreeRow) -> list[float]:
@@ -154,8 +155,8 @@ def _own_values(row: TreeRow) -> list[float]:
     if values is not None:
         return [values[node] - values[parent] if parent >= 0 else 0.0 for node, parent in enumerate(parents)]
     ranks: dict[int, int] = {}
-    found = []
+    log_probs = []
     for parent in parents:
         ranks[parent] = rank = ranks.get(parent, 0) + 1
-        found.append(_RANKED[min(rank, len(_RANKED)) - 1])
-    return found
+        log_probs.append(_RANKED[min(rank, len(_RANKED)) - 1])
+    return log_probs

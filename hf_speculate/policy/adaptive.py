@@ -4,9 +4,8 @@ A drafter gives its confidence in every node (`DraftTree.values`). Calibrated on
 probability that the node is right. The policy also measures what rounds cost. It prices a token at the recent time per
 token; with this price every decision can be made alone (Dinkelbach's method for the largest ratio of two sums).
 
-A balance bounds the losses. It grows by a share of the time and by what drafts gain, and shrinks by what they lose. The
-policy begins no draft that the balance could not pay for if every node were wrong. So a request begins with small
-drafts, and bad drafts become rare.
+A balance bounds the losses. The policy begins no draft that the balance could not pay for if every node were wrong. So
+a request begins with small drafts, and bad drafts become rare. The docstring of the package explains the balance.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..drafting import Deepening
+from ..drafting import EarlyStopping
 from ..target import GenerativeModel
 from ..tree import DraftTree, Round
 from .acceptance import Acceptance, Average
 from .contract import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from .costs import RoundCosts
-from .deepening import WhilePaying
+from .early_stopping import WhilePaying
 
 
-# Losses that the policy may make against plain decoding: a share of the time, and a start in one-token forwards.
+# The allowance is this part of the time of every round. The balance starts with `LOSS_START` one-token forwards.
 # Together they are 2 % of 64 tokens.
 LOSS_SHARE = 0.01
 LOSS_START = 0.6
 # The start where forwards are padded, as in graphs. There a draft costs 0.4 to 1.5 forwards whatever its size, and
 # to record it once takes as long as dozens.
 LOSS_START_PADDED = 3.0
-# Winnings that the policy may lose again, in one-token forwards. They keep a few unlucky rounds from stopping a drafter
-# that pays. A new request may lose a part of an earlier request's winnings, for the same reason.
-_BANK = 8.0
+# Largest balance, in one-token forwards, and the largest one that a request takes over from an earlier one. Gains up to
+# these may be lost again, so that a few unlucky rounds do not stop a drafter that pays.
+_MAX_BALANCE = 8.0
 LOSS_CARRIED = 5.0
-# Largest debt, in one-token forwards. The first round of a kind is slow because libraries prepare kernels in it. The
-# limit keeps such a round from stopping drafts for long.
-_DEBT = 0.1
+# Smallest balance. The first round of a kind is slow because libraries prepare kernels in it. The limit keeps such a
+# round from stopping drafts for long.
+_MIN_BALANCE = -0.1
 _STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
-_PATIENCE = 0.95  # share of a surcharge that may still be paid back one round later
+_SURCHARGE_KEPT = 0.95  # part of the surcharge that is kept from one round to the next
 _DEEPEST = 16  # levels; a draft that may go this deep has no limit
-# Rounds without a draft after which a drafting time from one or two observations is not believed any more. The first
-# drafts may be slow for reasons of their own, and nothing else would ever correct such a time.
+# After this many rounds without a draft, a drafting time from one or two observations is ignored. First drafts are
+# often slow, and without further drafts such a time would never be corrected.
 _MANY_IDLE = 64
 _FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra time to read what it has missed
 
@@ -60,7 +59,7 @@ class Known:
         tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
         nodes: number of draft nodes of recent rounds with a draft.
         num_idle: number of rounds since the last draft.
-        is_asked: whether the drafter checks before every level (`DraftState.goes_on`).
+        is_asked: whether the drafter checks before every level (`DraftState.should_continue`).
     """
 
     acceptance: Acceptance
@@ -75,9 +74,9 @@ class Known:
         return deepcopy(self)
 
     def fade(self) -> None:
-        """Gives all earlier rounds less weight; called once a round."""
-        for each in (self.acceptance, self.tokens, self.seconds, self.nodes):
-            each.fade()
+        """Gives all earlier rounds less weight; called once per round."""
+        for statistic in (self.acceptance, self.tokens, self.seconds, self.nodes):
+            statistic.fade()
 
 
 class AdaptiveSession(PolicySession):
@@ -106,26 +105,26 @@ class AdaptiveSession(PolicySession):
         self._num_idle = 0
         self._surcharge = 0.0
         self._situation = Situation((), 0, 0)
-        self._deepening: WhilePaying | None = None
+        self._early_stopping: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored)
-        self._situation, self._deepening = situation, None
+        self._situation, self._early_stopping = situation, None
         # Measure plain decoding first: without it nothing can be compared.
         if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
             return NOTHING
-        self._deepening = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
+        self._early_stopping = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
         if not self._costs.drafting and not self._costs.widths:
             return Budget(None, 1)  # one level measures what a level costs; graphs for it would cost more
         return Budget(None, self._depth_to_pay(_DEEPEST if self.known.is_asked else self._best_depth()))
 
-    def deepening(self) -> Deepening | None:
-        return self._deepening
+    def early_stopping(self) -> EarlyStopping | None:
+        return self._early_stopping
 
     def num_nodes(self) -> float | None:
         return self.known.nodes.mean
 
-    def deepening_ahead(self) -> Deepening | None:
+    def early_stopping_ahead(self) -> EarlyStopping | None:
         return WhilePaying(self.known.acceptance, self._situation.rows, self._price_of_level)
 
     def cut(self, tree: DraftTree) -> DraftTree:
@@ -134,23 +133,23 @@ class AdaptiveSession(PolicySession):
         Reading a tree back from a device would stall it. Such a tree is cut to the node count that paid in recent
         rounds.
         """
-        if self._deepening is not None and self._deepening.is_asked:
+        if self._early_stopping is not None and self._early_stopping.is_asked:
             self.known.is_asked = True
         if tree.host_copy.is_on_device:
             return tree.first(max(self._best_count(self.known.acceptance.nodes(), tree.max_depth), 1))
         host, rows = tree.host, self._situation.rows
         of_rows = {row: of_row for row, of_row in enumerate(host.rows()) if row in rows}
-        probabilities = [self.known.acceptance.probabilities(each) for each in of_rows.values()]
+        probabilities = [self.known.acceptance.probabilities(tree_row) for tree_row in of_rows.values()]
         self.known.acceptance.note_levels(host, list(of_rows), probabilities, self._price_of_node)
         # Sort them as `best` does.
-        ordered = [found[1:] if host.values is None else sorted(found[1:], reverse=True) for found in probabilities]
-        means = [sum(found[node] for found in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
+        ordered = [probs[1:] if host.values is None else sorted(probs[1:], reverse=True) for probs in probabilities]
+        means = [sum(probs[node] for probs in ordered) / len(ordered) for node in range(tree.num_nodes - 1)]
         return tree.best(self._best_count(means, tree.max_depth))
 
     def learn(self, round: Round) -> None:
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
         drafted, costs, context = round.num_nodes, self._costs, self._situation.context
-        if round.is_warm_up:  # its time says nothing, but what was accepted does
+        if round.is_warm_up:  # its time is not typical, but its accepted tokens count
             if drafted and rows:
                 self._learn_nodes(round, rows)
             return
@@ -158,60 +157,62 @@ class AdaptiveSession(PolicySession):
         taken, is_cold = round.seconds.total - round.seconds.drafting, not costs.drafting.has_begun
         costs.rounds.record(costs.width(drafted), taken, context)
         seconds = costs.verifying(drafted, context)
-        if self._deepening is None:
+        if self._early_stopping is None:
             costs.record_idle(round.seconds.drafting, context)
             seconds += costs.idle(context)
-        charged = quiet = seconds / self._plain
+        charged = usual = seconds / self._plain
         if drafted:
             is_known = costs.rounds.is_established(costs.width(drafted), context)
-            charged, quiet = self._charged(taken, seconds, is_known or is_cold)
-        if self._deepening is not None:
+            charged, usual = self._charges(taken, seconds, is_known or is_cold)
+        if self._early_stopping is not None:
             expected, is_known = self._learn_drafting(round)
             seconds += expected
-            more = self._charged(round.seconds.drafting, expected, is_known)
-            charged, quiet = charged + more[0], quiet + more[1]
+            more = self._charges(round.seconds.drafting, expected, is_known)
+            charged, usual = charged + more[0], usual + more[1]
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
         self.known.seconds.add(seconds / self._plain)
-        self._num_idle = 0 if self._deepening is not None else self._num_idle + 1
-        self.known.num_idle = 0 if self._deepening is not None else self.known.num_idle + 1
-        self._book(tokens if self._deepening is not None else None, charged, quiet)
+        self._num_idle = 0 if self._early_stopping is not None else self._num_idle + 1
+        self.known.num_idle = 0 if self._early_stopping is not None else self.known.num_idle + 1
+        self._update_balance(tokens if self._early_stopping is not None else None, charged, usual)
         if drafted:
             self.known.nodes.add(drafted)
             self._learn_nodes(round, rows)
 
-    def _charged(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
-        """One-token forwards to charge the balance for, and those on an otherwise idle machine.
+    def _charges(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
+        """The charge for a time, and the usual charge, in one-token forwards.
 
-        Once the expected time is reliable, the charge stays near it: a round that another process delayed says nothing
-        about drafting.
+        The usual charge is near the expected time: a round that another process delayed says nothing about drafting.
+        The charge is the usual one once the expected time is reliable (`is_known`).
         """
         near = min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
         return (near if is_known else max(taken, expected)) / self._plain, near / self._plain
 
-    def _book(self, tokens: float | None, charged: float, quiet: float) -> None:
-        """Changes the balance by a round. What `charged` was above `quiet` is paid back if others turn out soon to use
-        the machine.
+    def _update_balance(self, tokens: float | None, charged: float, usual: float) -> None:
+        """Changes the balance by a round.
+
+        The surcharge is the part of the charge above the usual one. It is paid back if the machine soon turns out to be
+        busy.
 
         Args:
             tokens: tokens of each row; None if the round had no draft.
-            charged, quiet: see `_charged`.
+            charged, usual: see `_charges`.
         """
 
-        def booked(cost: float) -> float:
-            won = LOSS_SHARE * cost + (0.0 if tokens is None else tokens - cost)
-            return min(max(self.known.balance + won, -_DEBT), _BANK)
+        def balance_after(charge: float) -> float:
+            gain = LOSS_SHARE * charge + (0.0 if tokens is None else tokens - charge)
+            return min(max(self.known.balance + gain, _MIN_BALANCE), _MAX_BALANCE)
 
-        after, without = booked(charged), booked(quiet)
-        self._surcharge = self._surcharge * _PATIENCE + max(without - after, 0.0)
+        after, usual_after = balance_after(charged), balance_after(usual)
+        self._surcharge = self._surcharge * _SURCHARGE_KEPT + max(usual_after - after, 0.0)
         if self._costs.rounds.are_restless:
-            after, self._surcharge = min(after + self._surcharge, _BANK), 0.0
+            after, self._surcharge = min(after + self._surcharge, _MAX_BALANCE), 0.0
         self.known.balance = after
 
     def _learn_drafting(self, round: Round) -> tuple[float, bool]:
         """Learns from the time that a draft took. Returns the time expected for such a draft, and whether that estimate
         is reliable."""
-        levels, deepening, seconds = round.depth, self._deepening, round.seconds.drafting
+        levels, early_stopping, seconds = round.depth, self._early_stopping, round.seconds.drafting
         costs, context = self._costs, self._situation.context
         if not costs.widths and (costs.drafting if levels else costs.asking).skip_cold(max(levels, 1)):
             return min(seconds, costs.drafting_to(levels, context) if levels else costs.idle(context)), True
@@ -222,11 +223,11 @@ class AdaptiveSession(PolicySession):
             return seconds, True
         if self._num_idle > _FEW_IDLE and costs.drafting.is_established(levels, context):
             return costs.drafting_to(levels, context), False
-        # only levels that were asked for cost time; text copied from the prompt may be deeper for free
+        # Only levels that the drafter asked about cost time. Text copied from the prompt may be deeper at no cost.
         if self.known.is_asked:
-            if deepening is None or not deepening.is_asked:
+            if early_stopping is None or not early_stopping.is_asked:
                 return seconds, True
-            levels = deepening.levels
+            levels = early_stopping.levels
         costs.drafting.record(levels, seconds, context)
         return costs.drafting_to(levels, context), costs.drafting.is_established(levels, context)
 
@@ -235,9 +236,9 @@ class AdaptiveSession(PolicySession):
         all_rows = tree.host.rows()
         of_rows = {row: all_rows[tree.slot(row)] for row in rows}
         if tree.host_copy.is_on_device:
-            found = [acceptance.probabilities(each) for each in of_rows.values()]
-            acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], found, self._price_of_node)
-            acceptance.note_nodes(found)
+            probabilities = [acceptance.probabilities(tree_row) for tree_row in of_rows.values()]
+            acceptance.note_levels(tree.host, [tree.slot(row) for row in rows], probabilities, self._price_of_node)
+            acceptance.note_nodes(probabilities)
         for row, of_row in of_rows.items():
             acceptance.count(of_row, round.paths[row], round.tokens[row])
 

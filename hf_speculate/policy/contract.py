@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..drafting import CalibrationTable, Deepening
+from ..drafting import CalibrationTable, EarlyStopping
 from ..target import GenerativeModel
 from ..tree import DraftTree, Round
 
@@ -79,7 +79,7 @@ class PolicySession(ABC):
     def choose(self, situation: Situation) -> Budget:
         """The budget of the next round; `NOTHING` makes it a plain decoding step."""
 
-    def deepening(self) -> Deepening | None:
+    def early_stopping(self) -> EarlyStopping | None:
         """The decision that the drafter requests before every level of the next draft. With None the drafter goes to
         the budget's depth."""
         return None
@@ -88,7 +88,7 @@ class PolicySession(ABC):
         """Number of draft nodes that `cut` left in recent rounds, on average; None if that is unknown."""
         return None
 
-    def deepening_ahead(self) -> Deepening | None:
+    def early_stopping_ahead(self) -> EarlyStopping | None:
         """The same decision for a draft made ahead, on another thread. `learn` is called after that draft has ended."""
         return None
 

@@ -12,17 +12,18 @@ from ..drafting import rising
 
 _FIRST = 2  # observations that make a class reliable; until then the shortest one counts
 _WARM_UP = 0.25  # weight of the first observation of a size; later ones weigh 1
-_STEP = 0.02  # largest relative change by one later observation: times have outliers on one side
-# The machine is busy if a quarter of the last rounds took so many times as long, relative to what was expected, as
-# another quarter did.
+_STEP = 0.02  # largest relative change by one later observation, because outliers are always slow
+# The machine counts as busy if the slowest quarter of recent rounds took this many times as long as the fastest
+# quarter, each relative to its expected time.
 _RESTLESS = 1.2
 _NUM_RECENT = 12
 _LEAST = 1e-9  # seconds
-# Assumed cost of a node and of a level before any was timed, in one-token forwards; low, so that it is tried.
+# Assumed cost of a node and of a level before any was timed, in one-token forwards. It is low, so that the policy tries
+# one.
 _PER_NODE = 0.02
 _PER_LEVEL = 0.1
-# Assumed cost of a node and of a level where the worst case is asked for, and of each further width where forwards are
-# padded. On an H200, 8 nodes take 1.1 times as long as one, and 16 take 1.25 times as long.
+# Worst-case cost of a node and of a level that were not timed, in one-token forwards, and of each further width where
+# forwards are padded. On an H200, 8 nodes take 1.1 times as long as one, and 16 take 1.25 times as long.
 _DEAR = 0.15
 _DEAR_WIDTH = 0.3
 
@@ -69,9 +70,10 @@ class _Observed:
         return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
 
     def against(self, expected: float) -> _Observed:
-        """The observation to believe where the other classes let expect the ratio `expected`.
+        """The observation, moved towards the ratio `expected` that the other classes suggest.
 
-        A warm-up may take any time, so a slow one says nothing.
+        A class with few observations moves if it is slower than expected. A warm-up may take any time, so before any
+        other observation its ratio counts as at most twice `expected`.
         """
         if self.is_established or self.ratio <= expected:
             return self
@@ -81,7 +83,7 @@ class _Observed:
     def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
         """The observation updated by another one, and the factor by which the estimates of all sizes change.
 
-        What slows the machine slows all sizes. So most of a change goes to that factor, and less to the class itself.
+        A busy machine is slow for all sizes. So most of a change goes to that factor, and less to the class itself.
         """
         step = max(min(ratio / max(self.ratio, 1e-9) - 1, _STEP), -_STEP)
         mean = self.size + (size - self.size) / min(self.count + 1, 2 * _FIRST)
@@ -91,11 +93,14 @@ class _Observed:
 
 
 class _Table:
-    """Measured times relative to a curve: robust averages for sizes up to 1, 2, 4, 8, 16 …, linear in between, never
-    falling.
+    """Measured times relative to a curve.
 
-    Single sizes would keep a value from a slow minute, as a size that seems slow is not tried again. For the same
-    reason a class with one or two observations counts little, unless it is faster than the other classes suggest.
+    Sizes are grouped into classes: up to 1, 2, 4, 8, 16 …. Each class has a robust average. Between classes the ratio
+    is interpolated, and times never fall with the size.
+
+    A size that seems slow is not tried again, so a size alone would keep a time from a slow minute. That is why sizes
+    share a class. For the same reason a class with one or two observations counts little, unless it is faster than the
+    other classes suggest.
     """
 
     def __init__(self, curve: TimeCurve, largest: int = 0):
@@ -121,21 +126,23 @@ class _Table:
         known = self._observed.get(_class_of(size)) or _Observed(size, ratio)
         new, factor = (known.with_warm_up(ratio), 1.0) if is_warm_up else known.with_another(size, ratio)
         self._observed = {**self._observed, _class_of(size): new}
-        observed = [self._observed[each] for each in sorted(self._observed)]
-        trusted = [each for each in observed if each.is_established] or [min(observed, key=lambda each: each.ratio)]
+        observed = [self._observed[size_class] for size_class in sorted(self._observed)]
+        trusted = [entry for entry in observed if entry.is_established] or [
+            min(observed, key=lambda entry: entry.ratio)
+        ]
         self.largest = max(self.largest, 1 << _class_of(round(trusted[-1].size)))
         known = self._fitted(trusted)
-        if len(trusted) < len(observed):  # the others count as far as these let expect
-            known = self._fitted([each.against(interpolate(*known, each.size)) for each in observed])
+        if len(trusted) < len(observed):  # move the others towards what these suggest
+            known = self._fitted([entry.against(interpolate(*known, entry.size)) for entry in observed])
         self._known = known
         self._seconds = {}
         return factor
 
     def _fitted(self, observed: Sequence[_Observed]) -> tuple[list[float], list[float]]:
         """Sizes and ratios, adjusted so that a larger size never takes less time."""
-        expected = [max(self.curve(each.size), 1e-9) for each in observed]
+        expected = [max(self.curve(entry.size), 1e-9) for entry in observed]
         pooled = rising([o.ratio * s for o, s in zip(observed, expected, strict=True)], [o.count + 1 for o in observed])
-        return [each.size for each in observed], [p / s for p, s in zip(pooled, expected, strict=True)]
+        return [entry.size for entry in observed], [p / s for p, s in zip(pooled, expected, strict=True)]
 
     def is_established(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))
@@ -174,7 +181,7 @@ class Timings:
         self._curve, self._like = curve, like
         self._tables: dict[int, _Table] = {}
         self._sizes: set[int] = set()  # sizes with an observation
-        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # seconds, in those that were expected
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)  # seconds divided by expected seconds
         # how slow the machine is at the moment, relative to its average
         self._slowness = 1.0 if like is None else like._slowness
 
@@ -199,8 +206,8 @@ class Timings:
         return bool(self._sizes) or (self._like is not None and self._like.has_begun)
 
     def skip_cold(self, size: int) -> bool:
-        """Whether this is the first observation of all, which is not to be learnt: libraries load, memory is allocated.
-        The next one of `size` counts as any other."""
+        """Whether this is the very first observation. It must not be learnt, because libraries load and allocate memory
+        in it. The next observation of `size` counts like any other."""
         is_cold = not self.has_begun
         if is_cold:
             self._sizes.add(size)
@@ -269,8 +276,12 @@ def _octave(context: int) -> int:
 class RoundCosts:
     """Measured cost of rounds on one target at one batch size; all calls of a speculator share it.
 
-    Four costs are kept: drafting by depth, a call of a drafter that finds nothing, the drafting phase of a round where
-    nothing is drafted (work between two rounds counts there), and the rest of the round by nodes (root included).
+    Four costs are kept:
+
+    - drafting, by depth;
+    - a call of a drafter that finds nothing;
+    - the drafting phase of a round without a draft, which includes work between two rounds;
+    - the rest of a round, by number of nodes (root included).
 
     Args:
         like: costs at another batch size to begin with; None for none.

@@ -244,13 +244,13 @@ def exact_sizes_of(
             "exact forwards do not. Without exact= the text is plain's up to near ties."
         )
     is_padded = mask is not None and not bool(mask.all())
-    found = exact_sizes(model, kwargs[CACHE_NAME], input_ids.shape[0], is_padded)
-    if isinstance(found, str):
+    sizes = exact_sizes(model, kwargs[CACHE_NAME], input_ids.shape[0], is_padded)
+    if isinstance(sizes, str):
         raise UnsupportedRequestError(
-            f"exact=True was asked for, and {type(model).__name__} in {model.dtype} cannot have it here: {found}. "
+            f"exact=True was asked for, and {type(model).__name__} in {model.dtype} cannot have it here: {sizes}. "
             "Without exact= the text is plain's up to near ties."
         )
-    return found
+    return sizes
 
 
 def check_stream(streamed: str | None, batch_size: int) -> None:

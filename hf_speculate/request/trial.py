@@ -149,11 +149,11 @@ def run_trial(model: GenerativeModel, shape: Shape, reason: str = "") -> tuple[S
             request, expected = _plain(model)
         except Exception as error:
             return "single", f"{name} could not be tried with a few tokens ({_one_line(error)}): no drafts"
-        for each in dict.fromkeys((shape, "chain")):
-            problem = _difference(request, each, expected)
+        for candidate in dict.fromkeys((shape, "chain")):
+            problem = _difference(request, candidate, expected)
             if not problem:
                 narrower = reason or f"{name} scores chains as one token after another, but no trees: chains only"
-                return each, reason if each == shape else narrower
+                return candidate, reason if candidate == shape else narrower
     return "single", f"{name} does not score several tokens at once as one after another ({problem}): no drafts"
 
 
@@ -177,15 +177,15 @@ def _difference(request: _TrialRequest, shape: Shape, expected: Tensor) -> str:
     """The difference that drafts of `shape` make, in words; "" if there is none."""
     token = _shape_on_trial.set(shape)
     try:
-        found = request.logits(Speculator(_TrialDrafter(request), adaptive=False))
+        logits = request.logits(Speculator(_TrialDrafter(request), adaptive=False))
     except Exception as error:
         return _one_line(error)
     finally:
         _shape_on_trial.reset(token)
-    if found.shape != expected.shape:
-        return f"logits of shape {list(found.shape)} instead of {list(expected.shape)}"
+    if logits.shape != expected.shape:
+        return f"logits of shape {list(logits.shape)} instead of {list(expected.shape)}"
     allowed = _TOLERANCE.get(request.model.dtype, _TOLERANCE_16_BIT) * expected.abs().max()
-    difference = (found - expected).abs().max()
+    difference = (logits - expected).abs().max()
     return "" if difference <= allowed else f"logits differ by {difference:.2g}, rounding is {allowed:.2g}"
 
 
@@ -253,8 +253,8 @@ def _special_ids(model: GenerativeModel) -> set[int]:
     """Token ids with a special meaning in the config, such as placeholders for images."""
     configs = (model.config, model.config.get_text_config(decoder=True))
     named = [value for config in configs for name, value in vars(config).items() if "token" in name]
-    flat = [each for value in named for each in (value if isinstance(value, list | tuple) else [value])]
-    return {each for each in flat if isinstance(each, int)}
+    flat = [token_id for value in named for token_id in (value if isinstance(value, list | tuple) else [value])]
+    return {token_id for token_id in flat if isinstance(token_id, int)}
 
 
 class _Given(LogitsProcessor):

@@ -113,18 +113,18 @@ def _generates_as_stock(model: GenerativeModel) -> bool:
 
 def detach(model: Any) -> Speculator:
     """Undoes `attach`; returns the speculator that was attached. Raises `SpeculateError` if there was none."""
-    found = None
+    speculator = None
     for part in _generating(held_model(model)):
-        found = _attached.pop(part, None) or found
-    if found is None:
+        speculator = _attached.pop(part, None) or speculator
+    if speculator is None:
         raise SpeculateError(f"no speculator is attached to this {type(model).__name__}.")
-    return found
+    return speculator
 
 
 def attached(model: Any) -> Speculator | None:
     """The speculator attached to `model`, or to a model inside that generates for it; None if there is none."""
-    found = (_attached.get(part) for part in _generating(held_model(model)))
-    return next(filter(None, found), None)
+    speculators = (_attached.get(part) for part in _generating(held_model(model)))
+    return next(filter(None, speculators), None)
 
 
 def attached_to(model: GenerativeModel) -> Speculator | None:

@@ -90,7 +90,7 @@ class EngineOptions:
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
         """The engine's options among a drafter's, and the remaining ones; raises `OptionError`, see `read_options`."""
-        names = {each.name for each in fields(cls)}
+        names = {option.name for option in fields(cls)}
         own = {name: value for name, value in options.items() if name in names}
         return _made(cls, own, "the engine"), {name: value for name, value in options.items() if name not in names}
 
@@ -143,7 +143,7 @@ def read_options(
         OptionError: neither the drafter nor the engine has an option, and the message has the nearest name and all
             names; or a value is of another kind than the option takes. Words stand for true, false and none.
     """
-    own = [each.name for each in fields(options_class)]  # type: ignore[arg-type]
+    own = [option.name for option in fields(options_class)]  # type: ignore[arg-type]
     for name in given:
         if name not in own:
             raise OptionError(_unknown_option(name, f"the drafter {drafter!r}", [*also, *own]))
@@ -155,13 +155,13 @@ def takers_of(name: str) -> list[str]:
 
     A drafter that cannot be imported is left out.
     """
-    if name in {each.name for each in fields(EngineOptions)}:
+    if name in {option.name for option in fields(EngineOptions)}:
         return [""]
     takers = []
     for drafter in installed_drafters():
         with suppress(Exception):
             classes = load_drafter(drafter).options_classes
-            takers += [drafter] if any(each.name == name for kind in classes for each in fields(kind)) else []
+            takers += [drafter] if any(option.name == name for kind in classes for option in fields(kind)) else []
     return takers
 
 
@@ -183,7 +183,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "None": ("none", lambda value: value is None),
     "Sequence[int]": (
         "a list of whole numbers",
-        lambda value: isinstance(value, Sequence) and all(isinstance(each, Integral) for each in value),
+        lambda value: isinstance(value, Sequence) and all(isinstance(item, Integral) for item in value),
     ),
 }
 """Kinds of options that are checked: the words for each, and the test for a value."""
@@ -191,7 +191,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 def _made(options_class: type[Options], given: Mapping[str, Any], owner: str) -> Options:
     """The options with these values; everything that is wrong with one is an `OptionError`."""
-    kinds = {each.name: str(each.type).split(" | ") for each in fields(options_class)}  # type: ignore[arg-type]
+    kinds = {option.name: str(option.type).split(" | ") for option in fields(options_class)}  # type: ignore[arg-type]
     values = {name: _value(name, value, kinds[name]) for name, value in given.items()}
     try:
         return options_class(**values)
@@ -216,7 +216,7 @@ def _value(name: str, value: Any, kinds: Sequence[str]) -> Any:
 
 
 def _unknown_option(name: str, owner: str, own: Iterable[str]) -> str:
-    own, engine = list(own), [each.name for each in fields(EngineOptions)]
+    own, engine = list(own), [option.name for option in fields(EngineOptions)]
     close = difflib.get_close_matches(name, [*own, *engine], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     possible = f"{owner} takes {', '.join(own)}; " if own else ""

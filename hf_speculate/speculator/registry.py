@@ -145,26 +145,26 @@ def find_installed(group: str, what: str) -> dict[str, EntryPoint]:
     Raises:
         SpeculateError: two distributions claim a name.
     """
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in sorted(entry_points(group=group), key=lambda point: point.name):
-        other = found.get(point.name)
+        other = points.get(point.name)
         if other is not None and other.value != point.value:
             raise SpeculateError(
                 f"two installed {what}s are called {point.name!r}: {_origin(other)} and {_origin(point)}. "
                 "Uninstall one of them."
             )
-        found[point.name] = point
-    return found
+        points[point.name] = point
+    return points
 
 
 def load_installed(point: EntryPoint, kind: type[Member]) -> type[Member]:
     """The class of an entry point; raises `SpeculateError` if it is not a subclass of `kind`."""
-    found = point.load()
-    if not (isinstance(found, type) and issubclass(found, kind)):
+    loaded = point.load()
+    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
         raise SpeculateError(
-            f"entry point {point.name!r} ({_origin(point)}) is {found!r}, not a {kind.__name__} class."
+            f"entry point {point.name!r} ({_origin(point)}) is {loaded!r}, not a {kind.__name__} class."
         )
-    return found
+    return loaded
 
 
 def unknown_name_message(name: str, installed: Iterable[str], what: str, where: str = "") -> str:
@@ -232,7 +232,7 @@ class SpeculatorSpec:
     def with_option(self, name: str, value: Any) -> SpeculatorSpec:
         """The same with one option added, or with another value of it."""
         options = self.options | {name: value}
-        pairs = (f"{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in options.items())
+        pairs = (f"{key}={given if isinstance(given, str) else json.dumps(given)}" for key, given in options.items())
         return SpeculatorSpec(f"{self.source}:{','.join(pairs)}", self.source, options)
 
     def check_source(self) -> None:

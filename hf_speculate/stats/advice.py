@@ -94,8 +94,8 @@ def verdict(counts: Counters, advice: Advice) -> str:
         return f"{told}: {speedup:.2f}x with {length:.2f} tokens per drafted round. {_cause(counts, advice)}"
     first = counts.acceptance_rate_by_depth.get(1, 0.0)
     if advice.record and first < advice.record.low_first:
-        found = f"accepts little at depth 1 ({first:.2f}; {advice.record.recorded})"
-        return f"it pays, but {found}. {_cause(counts, advice)}"
+        finding = f"accepts little at depth 1 ({first:.2f}; {advice.record.recorded})"
+        return f"it pays, but {finding}. {_cause(counts, advice)}"
     return f"{advice.good}."
 
 
@@ -112,8 +112,8 @@ def _problem(counts: Counters, margin: float = 1.0) -> str:
     if length is None or (counts.estimated_speedup or 0.0) >= 1.0:
         return ""
     if needed is not None and length < margin * needed:
-        found = f"{length:.2f} tokens per drafted round where {needed:.2f} would make up for their cost"
-        return f"drafts do not pay here: {found}."
+        finding = f"{length:.2f} tokens per drafted round where {needed:.2f} would make up for their cost"
+        return f"drafts do not pay here: {finding}."
     return f"as good as nothing is accepted: {length:.2f} tokens per drafted round." if length < _LOW_LENGTH else ""
 
 

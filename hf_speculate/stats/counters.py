@@ -35,8 +35,8 @@ class _Stopwatch:
 class Counters:
     """Counters of one call or, cumulative, of a speculator. Times are wall-clock seconds on the host.
 
-    On an accelerator the host waits once a round, during the target's time. A drafter's device time that overlaps this
-    wait counts as the target's.
+    On an accelerator the host waits once per round, during the target's time. A drafter's device time that overlaps
+    this wait counts as the target's.
 
     Attributes:
         plain_steps: number of steps that plain decoding would have taken for the emitted tokens. A step emits a token
@@ -235,7 +235,7 @@ class Counters:
 @cache
 def _names() -> tuple[str, ...]:
     """Names of the counters."""
-    return tuple(each.name for each in fields(Counters))
+    return tuple(counter.name for counter in fields(Counters))
 
 
 def _typical(seconds: Sequence[float]) -> float | None:

@@ -115,12 +115,12 @@ class DrafterReport:
     Attributes:
         num_asked: number of drafts that were asked for.
         num_drafts: drafts with at least one node below the root.
-        tokens_a_round: tokens that a round with a draft emitted on average; None without such rounds.
+        tokens_per_round: tokens that a round with a draft emitted on average; None without such rounds.
     """
 
     num_asked: int
     num_drafts: int
-    tokens_a_round: float | None
+    tokens_per_round: float | None
 
 
 def _left_padded(prompts: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -187,8 +187,8 @@ class _WatchedSession(DraftSession):
         self._cancelled(state, path)
         for levels in range(_LEVELS_CANCELLED):
             with suppress(_BrokenOff):
-                self.inner.ahead(replace(state, cancelled=None, deepening=_BreaksOff(levels)), path)
-            self.inner.ahead(replace(state, cancelled=None, deepening=_SaysNo(levels)), path)
+                self.inner.ahead(replace(state, cancelled=None, early_stopping=_BreaksOff(levels)), path)
+            self.inner.ahead(replace(state, cancelled=None, early_stopping=_SaysNo(levels)), path)
         wrong = [*path[:-1], (path[-1] + 1) % self.watched.vocab_size] if path else []
         self.inner.ahead(
             replace(
@@ -239,7 +239,7 @@ class _WatchedSession(DraftSession):
 
 
 class _SaysNo:
-    """A `Deepening` that agrees to some levels and then refuses."""
+    """An `EarlyStopping` that agrees to some levels and then refuses."""
 
     def __init__(self, levels: int):
         self._left = levels
@@ -254,7 +254,7 @@ class _BrokenOff(Exception):
 
 
 class _BreaksOff(_SaysNo):
-    """A `Deepening` that agrees to some levels and then raises."""
+    """An `EarlyStopping` that agrees to some levels and then raises."""
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         if not super().__call__(values, previous):

@@ -1,8 +1,8 @@
 """The choice of every node's token as a function of tensors, so that it can be a part of a captured forward.
 
-It does what `Sampler` does, and nothing that a capture forbids: no look at values, no random numbers. Noise is drawn
-before and comes in by depth. Of the processors that read the text one is here, the repetition penalty, which many
-instruct models set by default. For it the tokens of each row's text are marked in a table.
+The result is that of `Sampler`. A captured function must not read values on the host, and must not draw random numbers.
+So noise is drawn before and passed in by depth. Only one processor that reads the text is supported, the repetition
+penalty, because many instruct models set it by default. A table marks the tokens of each row's text for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sequences import Sequences
 # Deepest level for which noise is passed in, plus one. Noise of a level is as large as the vocabulary.
 _NOISE_LEVELS = 16
 
-# Processors that look at no values on the host. (Eta and others check whether probabilities are valid.)
+# Processors that read no values on the host. (Eta and others check whether probabilities are valid.)
 _RECORDABLE = (
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,
@@ -52,14 +52,14 @@ def reason_for_host(sampler: Sampler) -> str:
     processors = sampler.processors
     if processors and type(processors) is not KnownProcessors:
         return "unknown logits processors"
-    others = {type(each).__name__ for each in processors if not _can_capture(each)}
+    others = {type(processor).__name__ for processor in processors if not _can_capture(processor)}
     return f"logits processors {sorted(others)}" if others else ""
 
 
 def _can_capture(processor: Any) -> bool:
     if type(processor) is _PENALTY:
         return True
-    has_tensors = any(isinstance(value, Tensor) for value in vars(processor).values())  # their values are in no key
+    has_tensors = any(isinstance(value, Tensor) for value in vars(processor).values())  # keys do not hold their values
     return type(processor) in _RECORDABLE and not has_tensors
 
 
@@ -77,8 +77,8 @@ class BatchedChoice:
 
     def __init__(self, processors: Sequence[Any], samples: bool):
         self._processors, self.samples = tuple(processors), samples
-        self.has_penalty = any(type(each) is _PENALTY for each in processors)
-        facts = [(type(each).__name__, each.penalty if type(each) is _PENALTY else vars(each)) for each in processors]
+        self.has_penalty = any(type(processor) is _PENALTY for processor in processors)
+        facts = [(type(p).__name__, p.penalty if type(p) is _PENALTY else vars(p)) for p in processors]
         self.key: Hashable = samples, repr(facts)
 
     def __call__(
@@ -147,7 +147,7 @@ class ChoiceInputs:
         self._marked = 0, [0] * sequences.batch_size  # address of the table, and new tokens of each row in it
 
     def fit(self, tree: DraftTree) -> bool:
-        """Whether noise can be passed in for a tree that is so deep."""
+        """Whether noise can be passed in for a tree of this depth."""
         return not self._choice.samples or tree.max_depth < _NOISE_LEVELS
 
     def fill(self, make: MakeBuffer, tree: DraftTree, width: int, num_columns: int) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ class ChoiceInputs:
         return inputs
 
     def _mark(self, seen: Tensor, recent: Tensor) -> None:
-        """Brings the table up to date: tokens since the last round go there with the forward."""
+        """Updates the table of tokens. The forward itself marks the tokens since the last round."""
         address, counts = self._marked
         emitted = self._sequences.new_tokens
         if address != seen.data_ptr():
@@ -193,7 +193,7 @@ class ChoiceInputs:
 
     def _mark_prompt(self, seen: Tensor) -> None:
         prompt, last = self._sequences.prompt.long(), seen.shape[1] - 1
-        (penalty,) = (each for each in self._sampler.processors if type(each) is _PENALTY)
+        (penalty,) = (processor for processor in self._sampler.processors if type(processor) is _PENALTY)
         ignored = penalty.prompt_ignore_length
         if isinstance(ignored, Tensor):
             ignored = ignored.to(prompt.device)[:, None]

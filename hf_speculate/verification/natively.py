@@ -108,17 +108,17 @@ def _largest(scores: Float[Tensor, "R N V"], count: int) -> tuple[Tensor, Tensor
     places = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=scores.device, dtype=torch.long)).flatten(-2)
     rest = torch.arange(whole, scores.shape[-1], device=scores.device, dtype=torch.long).expand(*scores.shape[:-1], -1)
     places = torch.cat([places, rest], dim=-1)
-    values, found = scores.gather(-1, places).topk(count)
-    return values, places.gather(-1, found)
+    values, best = scores.gather(-1, places).topk(count)
+    return values, places.gather(-1, best)
 
 
 def _draws_alike(kernel: Kernel, num_before: int, count: int) -> bool:
     generator = torch.Generator().manual_seed(num_before + count)
     torch.empty(num_before, dtype=torch.long, device="cpu").random_(100, generator=generator)
-    state, found = generator.get_state(), torch.empty(count, dtype=torch.float32, device="cpu")
-    kernel.draw_exponential(state, found)
+    state, drawn = generator.get_state(), torch.empty(count, dtype=torch.float32, device="cpu")
+    kernel.draw_exponential(state, drawn)
     wanted = torch.empty(count, dtype=torch.float32, device="cpu").exponential_(generator=generator)
-    return torch.equal(found, wanted) and torch.equal(state, generator.get_state())
+    return torch.equal(drawn, wanted) and torch.equal(state, generator.get_state())
 
 
 def _chooses_alike(kernel: Kernel, dtype: torch.dtype) -> bool:

@@ -6,8 +6,8 @@ sampled with row t + d, and drafters draft with the same rows (Gumbel top-k coup
 wait for the next.
 
 Rows come from a separate generator that begins in the state of the global one. Other code may draw from the global
-generator. Before such code runs, that generator is put where plain `generate` would have it (`pause`); so it is at the
-end (`finish`). Whatever such code draws counts as in stock: unused rows are drawn again after it (`resume`).
+generator. Before such code runs, `pause` puts the global generator where plain `generate` would have it, and `finish`
+does so at the end. If such code draws, `resume` draws unused rows again after it, as in stock.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Noise:
 
         A finished row may request a step that was released. It gets the first step kept, as its tokens are ignored.
         """
-        found = self.rows_of(steps, rows)
-        return found[0][None] if len(found) == 1 else torch.stack(found)
+        row_noise = self.rows_of(steps, rows)
+        return row_noise[0][None] if len(row_noise) == 1 else torch.stack(row_noise)
 
     def rows_of(self, steps: Sequence[int], rows: Sequence[int] | None = None) -> list[Float[Tensor, " V"]]:
         """The same rows, each a view of what was drawn."""

@@ -2,7 +2,7 @@
 
 There are three tiers with one result:
 - "scores": they see only the scores (temperature, top-k, …): all nodes at once;
-- "prefix": they read the prefix, row by row (repetition penalty, n-gram bans, …): one call a depth, rows = nodes;
+- "prefix": they read the prefix, row by row (repetition penalty, n-gram bans, …): one call per depth, rows = nodes;
 - "walk": anything else: one call for each emitted token, exactly as stock `generate` makes it.
 
 Rows of a batch advance independently if all processors look at one row at a time: known ones, or those with `row_wise =
@@ -61,7 +61,7 @@ _SEE_PREFIX_AT_A_PRICE = (
     lp.EncoderRepetitionPenaltyLogitsProcessor,  # older versions cannot score several nodes of one prompt
 )
 _KNOWN = (*_SEE_SCORES, *_SEE_PREFIX, *_SEE_PREFIX_AT_A_PRICE)
-# The known processors that hold something for every row of the batch.
+# Known processors that hold data for every row of the batch.
 _KNOW_THE_BATCH = (
     lp.RepetitionPenaltyLogitsProcessor,
     lp.EncoderRepetitionPenaltyLogitsProcessor,
@@ -109,8 +109,8 @@ def _suppressed(scores: Tensor, tokens: Any) -> Tensor:
     return scores.index_fill(-1, tokens[(tokens >= 0) & (tokens < scores.shape[-1])], -torch.inf)
 
 
-# Forms of stock's processors with the same results. On other devices than a CPU finding out which tokens count would be
-# a wait.
+# Faster forms of stock's processors, with the same results. They are for CPUs: on an accelerator the host would have to
+# wait to find the tokens.
 _QUICK: dict[type, Callable[[Any, Tensor, Tensor], Tensor]] = {
     lp.TopPLogitsWarper: lambda processor, _, scores: top_p(processor, scores),
     lp.MinLengthLogitsProcessor: _before_length,
@@ -175,6 +175,6 @@ def _processor_of_row(processor: Any, row: int, batch_size: int) -> Any:
 
 
 def score_only(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """The processors that can also warp a drafter's logits: they see only scores, name no token, and do not have the
+    """The processors that can also warp a drafter's logits: they see only scores, name no token, and never make the
     host wait for a device."""
     return KnownProcessors(p for p in processors if type(p) in _SEE_SCORES and type(p) not in _NOT_FOR_DRAFTS)

@@ -43,7 +43,7 @@ class StepRecord:
 
 
 class LayerRecord:
-    """One tuple of layer tensors for each step: first the whole prompt's, then one position a step.
+    """One tuple of layer tensors for each step: first the whole prompt's, then one position per step.
 
     Args:
         batch_axis: axis of the batch in the results, counted from the end.

@@ -72,7 +72,7 @@ class Stopping:
 
 
 def _host_rules(criteria: StoppingCriteriaList) -> list[Callable[[int, int], bool]] | None:
-    """The usual criteria as functions (length, last token) -> done without tensors; None if there are others.
+    """The usual criteria as functions (length, last token) -> is done, without tensors; None if there are others.
 
     For every token these save the tensor work of `StoppingCriteriaList.__call__`, the plain reference. On accelerators
     they also save a host synchronisation.

@@ -90,8 +90,8 @@ class Verifier:
             choose = self.sampler.chooser(logits, tree.clamped, sequences, may_be_tainted=may_be_tainted)
         else:
             choose = look_up(table, tree, may_be_tainted=may_be_tainted)
-        # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is the loop's
-        # own.
+        # Reading the tree raises its drafter's errors, so do it before anything is emitted. A root alone is from
+        # the loop.
         host = tree.host if tree.num_nodes > 1 else None
         rules = self.sampler, self.stopping, sequences
         if self.lockstep or (host is None and self._is_one_step):
@@ -130,14 +130,14 @@ class _Descent:
     def __call__(self, rows: list[int]) -> None:
         """Walks rows of equal length together. A row that ends on the way continues with padding."""
         nodes: Sequence[int | None] = [0] * len(rows)
-        can_go_on = True
-        while can_go_on and None not in nodes:
+        can_continue = True
+        while can_continue and None not in nodes:
             chosen = self.choose(rows, nodes)  # type: ignore[arg-type]
             running = [self.stopping.is_running(self.sequences, row) for row in rows]
             nodes = list(map(self._step, rows, nodes, chosen, running))
-            can_go_on = self._goes_on_after_criteria(rows)
+            can_continue = self._should_continue_after_criteria(rows)
             if self.after_step is not None:
-                can_go_on &= self.after_step()
+                can_continue &= self.after_step()
 
     def pad(self, row: int, length: int) -> None:
         """Continues a finished row with padding up to `length` new tokens, for the records."""
@@ -157,7 +157,7 @@ class _Descent:
             self.verdict.num_accepted[row] += child is not None
         return child
 
-    def _goes_on_after_criteria(self, rows: list[int]) -> bool:
+    def _should_continue_after_criteria(self, rows: list[int]) -> bool:
         """Marks finished rows. Returns whether one is still running and the noise drawn ahead is still valid."""
         was_disturbed = False
         if self.stopping.may_draw and self.sampler.noise is not None and len(rows) == self.sequences.batch_size:

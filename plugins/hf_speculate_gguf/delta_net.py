@@ -20,7 +20,7 @@ from .metadata import Metadata
 
 # Projections of a layer's input: name in the file -> name in transformers, in the order in which they are called.
 INPUTS = {"attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_beta": "in_proj_b", "ssm_alpha": "in_proj_a"}
-# What else a layer has. `FROM_VALUES` projects the values of all heads.
+# Further tensors of a layer. `FROM_VALUES` projects the values of all heads.
 FROM_VALUES, CONVOLUTION, NORM = "ssm_out.weight", "ssm_conv1d.weight", "ssm_norm.weight"
 DECAY, TIME_STEP = "ssm_a", "ssm_dt.bias"
 

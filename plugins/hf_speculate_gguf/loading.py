@@ -191,7 +191,7 @@ class _Builder:
 
     def fill(self, model: Any) -> None:
         decoder = model.model
-        # Gemma's own module has its factor as a buffer, which is not on any device yet.
+        # Gemma's own module has its factor in a buffer, which is still on the meta device.
         decoder.embed_tokens = self._embeddings(getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0))
         if self.plan.is_tied:
             model.lm_head = self._tied_output(decoder.embed_tokens)

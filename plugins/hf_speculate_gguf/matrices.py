@@ -94,7 +94,7 @@ class Matrix:
             yield start, self.read(start, min(start + step, self.num_rows))
 
     def values(self, dtype: torch.dtype, device: torch.device | None = None) -> Float[Tensor, "R K"]:
-        """All values; of blocks, a part of them is dequantised at a time."""
+        """All values. Blocks are dequantised in parts, to limit the memory."""
         values = torch.empty(self.num_rows, self.num_columns, dtype=dtype, device=device)
         for start, rows in self.chunks(_CHUNK):
             values[start : start + len(rows)] = values_of(rows, self.type)
@@ -156,7 +156,7 @@ def known_types() -> tuple[str, ...]:
 
 
 def _is_readable(gguf: Any, kind: Any) -> bool:
-    """Whether the `gguf` package dequantises a type. The only test is to do so."""
+    """Whether the `gguf` package can dequantise a type. The only way to find out is to try."""
     try:
         gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""Small real models that are known by a name: a GGUF file each, to try, to measure and to train heads for."""
+"""Small real models with a name, one GGUF file each: to try drafting, to measure it, and to train heads for."""
 
 from __future__ import annotations
 

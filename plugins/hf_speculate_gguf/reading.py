@@ -137,7 +137,7 @@ def file_identity(file: BinaryIO) -> Identity:
 
 
 def _type_sizes() -> dict[int, tuple[str, int, int]]:
-    """Name, weights a block and bytes a block of each ggml type, by its number."""
+    """Name, weights per block and bytes per block of each ggml type, by its number."""
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError as error:

@@ -129,7 +129,7 @@ def name_factors(config: Any, factors: Tensor) -> None:
 
 
 def check_angles(reader: Metadata, config: Any) -> None:
-    """Raises `CheckpointError` if RoPE's parameters, each valid, give no frequencies together."""
+    """Raises `CheckpointError` if RoPE's parameters, each valid alone, do not give frequencies together."""
     parameters = config.rope_parameters
     of_types = {None: parameters} if "rope_type" in parameters else parameters
     for layer_type, found in of_types.items():

@@ -2,8 +2,8 @@
 
 A byte-level vocabulary names its pre-tokenizer in `tokenizer.ggml.pre`. Its merges were learned within pieces of text;
 text that is cut elsewhere becomes tokens that the model has never seen. Names, patterns and flags are llama.cpp's
-(`src/llama-vocab.cpp`) for the architectures that load here. Cases of letters are distinguished as in the models' own
-tokenizers, which llama.cpp's expressions approximate. Neither normalises text for these vocabularies.
+(`src/llama-vocab.cpp`) for the architectures that load here. Upper and lower case are distinguished as in the models'
+own tokenizers, which llama.cpp's expressions approximate. Neither normalises text for these vocabularies.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def read_tokenizer(file: GgufFile, vocab_size: int | None = None) -> PreTrainedT
         tokenizer = _build(reader)
     except IncompatibleTransformersError:
         raise
-    # Its parts are checked. If they do not fit together, transformers and tokenizers raise many things; one of them, a
-    # panic in Rust, is not an Exception.
+    # Its parts are checked. If they do not fit together, transformers and tokenizers raise many kinds of errors. One of
+    # them, a panic in Rust, is not an Exception.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

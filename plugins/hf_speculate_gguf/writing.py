@@ -1,6 +1,6 @@
 """GGUF files written: metadata, and tensors in plain types or in blocks.
 
-The `gguf` package lays out the file and makes the blocks; what goes into it is decided by the caller.
+The `gguf` package lays out the file and makes the blocks. The caller decides the content.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Several drafters in one tree: `speculator="examples/pycoder-eagle3+prompt_lookup"`.
 
-A head is right more often, a lookup costs nothing and goes deeper where the text repeats itself. Every part drafts its
-own tree, the trees are merged, and the nodes are ordered by how often such a node was accepted. Free parts draft first.
-A head drafts too, unless their draft is worth as much as the head's drafts usually are. A free part that adds less to
-the head's drafts than its time is worth rests, and is tried again now and then.
+A head is right more often. A lookup costs almost no time, and drafts deeper where the text repeats itself. Every part
+drafts its own tree, and the trees are merged. Nodes are ordered by how often such a node was accepted.
+
+Free parts, which run no model, draft first. A head is skipped if the draft so far is expected to yield as many tokens
+as the head's drafts usually do. A free part rests if its drafts take longer than plain decoding would take for the
+tokens that they add. It is tried again every few rounds.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ if TYPE_CHECKING:
 
 
 def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
-    """One tree of all drafts of a row: equal paths become one node, with the probability of the surer drafter; the
-    `max_nodes` most probable ones stay."""
+    """One tree of all drafts of a row. Equal paths become one node, with the largest of their probabilities. The
+    `max_nodes` most probable nodes are kept."""
     places: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-    tokens, parents, found = [root], [ROOT_PARENT], [1.0]
+    tokens, parents, probs = [root], [ROOT_PARENT], [1.0]
     for row, probabilities in drafts:
         place = [0] * len(row.parents)
         for node, (token, parent) in enumerate(zip(row.token_ids, row.parents, strict=True)):
@@ -53,9 +55,9 @@ def merge_row(root: int, drafts: Sequence[RowDraft], max_nodes: int) -> TreeRow:
             if merged == len(tokens):
                 tokens.append(token)
                 parents.append(above)
-                found.append(0.0)
-            found[merged] = max(found[merged], probabilities[node])
-    return TreeRow(tokens, parents, [value_of(probability) for probability in found]).best(max_nodes)
+                probs.append(0.0)
+            probs[merged] = max(probs[merged], probabilities[node])
+    return TreeRow(tokens, parents, [value_of(probability) for probability in probs]).best(max_nodes)
 
 
 def expected_length(row: TreeRow) -> float:
@@ -79,14 +81,14 @@ class CombinedOptions:
 
 
 Histories = dict[Any, list[Knowledge]]
-"""Experience of finished requests with the parts, by adapters in effect and whether tokens were sampled."""
+"""Statistics of the parts from finished requests, by active adapters and by whether tokens were sampled."""
 
 
 class CombinedSession(DraftSession):
-    """The sessions of the parts, in step.
+    """The sessions of all parts of one request.
 
-    A draft from the text costs nothing: it comes first. Where it is worth what the others' drafts are worth as a rule,
-    these are left out of the round (as SuffixDecoding does together with a head); else all drafts become one tree.
+    Free parts draft first. A head is skipped in this round if their draft is expected to yield as many tokens as the
+    head's drafts usually do, as in SuffixDecoding. Otherwise all drafts become one tree.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class CombinedSession(DraftSession):
 
     @property
     def num_choices(self) -> int:  # type: ignore[override]
-        """Those of the parts that do not rest."""
+        """The largest number of any part that does not rest."""
         return max((part.session.num_choices for part in self._parts if not part.rests), default=0)
 
     def observe_choices(self, choices: Choices) -> None:
@@ -174,7 +176,7 @@ class CombinedSession(DraftSession):
                 raise
 
     def _merged(self, parts: Sequence[Part], state: DraftState) -> list[TreeRow]:
-        """One tree a row of the drafts of some parts."""
+        """The merged tree of every row, from the drafts of some parts."""
         merged: list[TreeRow] = []
         for row, root in enumerate(state.root_ids.tolist()):
             drafts = [part.drafts[row] for part in parts if part.drafts]
@@ -190,7 +192,7 @@ class CombinedSession(DraftSession):
         return part.known.gain.is_due(self._pace.seconds_per_token)
 
     def _suffices(self, part: Part, drafted: Sequence[TreeRow], state: DraftState) -> bool:
-        """Whether the drafts so far are worth as much as those of `part` as a rule."""
+        """Whether the drafts so far are expected to yield as many tokens as those of `part` usually do."""
         usual = part.known.lengths.mean
         return self._is_selective and usual is not None and _worth(drafted, state) >= usual
 
@@ -209,10 +211,13 @@ class CombinedSession(DraftSession):
             part.forget()  # learnt from
 
     def _added(self, part: Part, accepted: Mapping[int, Sequence[int]]) -> float:
-        """Tokens per row that a part's draft added, from the accepted draft tokens of rows: all of a head, those beyond
-        the heads' of a free part.
+        """Tokens per row that a part's draft added to a round.
 
-        A head that was left out would have drafted what it drafts as a rule, and would have taken its time.
+        For a head these are its accepted tokens. For a free part they are the accepted tokens beyond those of the
+        heads. A head that was skipped counts with the tokens that it usually gains, less its time.
+
+        Args:
+            accepted: accepted draft tokens, by row.
         """
         if not part.is_free:
             return sum(part.depth(row, tokens) for row, tokens in accepted.items()) / len(accepted)
@@ -226,7 +231,7 @@ class CombinedSession(DraftSession):
 
 
 def _worth(drafted: Sequence[TreeRow], state: DraftState) -> float:
-    """Draft tokens per row that are expected to be accepted, of rows that are not finished."""
+    """Expected number of accepted draft tokens, averaged over unfinished rows."""
     rows = [row for row, is_active in zip(drafted, state.active, strict=True) if is_active]
     return sum(map(expected_length, rows)) / max(len(rows), 1)
 
@@ -271,12 +276,12 @@ class CombinedDrafter(Drafter):
         return cls([_part(part, target) for part in parts], chosen)
 
     def check_target(self, target: GenerativeModel) -> None:
-        """Every part has to fit."""
+        """Checks the target of every part."""
         for part in self.parts:
             part.check_target(target)
 
     def forget(self) -> None:
-        """Every part forgets."""
+        """Calls `forget` of every part."""
         for part in self.parts:
             part.forget()
 

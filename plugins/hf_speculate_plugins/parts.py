@@ -1,4 +1,4 @@
-"""The parts of a combined drafter: what is known of each, and whether a free one is worth its time."""
+"""The parts of a combined drafter, with the statistics that decide whether a free one drafts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from hf_speculate.drafting import Calibration, Deepening, DraftSession, DraftState, Observation, joined
+from hf_speculate.drafting import Calibration, DraftSession, DraftState, EarlyStopping, Observation, joined
 from hf_speculate.policy import Acceptance, Average, PathProbabilities
 from hf_speculate.tree import HostTree, TreeRow
 
 
-_SMALLEST = 1e-9  # a value is a logarithm
-_ENOUGH = 8.0  # drafts to have seen before a drafter is left out
-_TRIAL = 8  # of the rounds in which a drafter is left out, every eighth tries it again
+_SMALLEST = 1e-9  # smallest probability, as a value is a logarithm
+_ENOUGH = 8.0  # number of drafts to observe before a drafter may be left out
+_TRIAL = 8  # a drafter that is left out is tried again in every eighth round
 
 RowDraft = tuple[TreeRow, Sequence[float]]
-"""Nodes of a row, and the probability of each to be right."""
+"""Nodes of a row, and the probability that each is right."""
 
 
 def value_of(probability: float) -> float:
@@ -49,13 +49,14 @@ class Gain:
         self.num_left_out = 0
 
     def net(self, pace: float | None) -> float:
-        """Tokens of a draft, less those that its time is worth at `pace` seconds per token; 0 if unknown."""
+        """Tokens that a draft adds, less its time in tokens at `pace` seconds per token; 0 if that is negative or
+        unknown."""
         if not pace or not self.tokens.weight:
             return 0.0
         return max((self.tokens.total - self.seconds.total / pace) / self.tokens.weight, 0.0)
 
     def pays(self, pace: float | None) -> bool:
-        """Whether a draft adds tokens that would take longer without it."""
+        """Whether a draft takes less time than its tokens at `pace` seconds per token; True until that is known."""
         if pace is None or self.tokens.weight < _ENOUGH:
             return True
         return self.tokens.total * pace >= self.seconds.total
@@ -95,11 +96,11 @@ class Pace:
 
 @dataclass
 class Knowledge:
-    """Experience with one part, from requests that are alike.
+    """Statistics of one part, from similar requests.
 
     Attributes:
         acceptance: acceptance of its nodes.
-        lengths: tokens that its drafts were worth.
+        lengths: expected number of accepted tokens of its drafts.
         gain: tokens that its drafts add, and their time.
     """
 
@@ -110,7 +111,7 @@ class Knowledge:
 
 @dataclass
 class Part:
-    """One drafter at work.
+    """One drafter of a request.
 
     Attributes:
         waiting: observations that the session has not received yet.
@@ -139,8 +140,8 @@ class Part:
         start = perf_counter()
         self.read()
         calibration = self.known.acceptance.calibration
-        deepening = None if state.deepening is None else _in_probabilities(state.deepening, calibration)
-        self.tree = self.session.draft(replace(state, deepening=deepening)).host
+        early_stopping = None if state.early_stopping is None else _in_probabilities(state.early_stopping, calibration)
+        self.tree = self.session.draft(replace(state, early_stopping=early_stopping)).host
         self.drafts = [(row, self.known.acceptance.probabilities(row)) for row in self.tree.rows()]
         self.seconds = perf_counter() - start
 
@@ -152,7 +153,7 @@ class Part:
         return max(len(self.path(row, tokens)) - 1, 0)
 
     def path(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """The nodes of a row's draft that `tokens` after the root lead along, the root first; none without a draft."""
+        """The nodes of a row's draft that hold the leading `tokens`, the root first; empty without a draft."""
         if self.tree is None:
             return []
         path = [0]
@@ -174,15 +175,12 @@ class Part:
             self.known.acceptance.count(self.drafts[row][0], path, tokens)
 
 
-def _in_probabilities(deepening: Deepening, calibration: Calibration) -> Deepening:
-    """`deepening`, asked with the probabilities that the drafter's values stand for."""
+def _in_probabilities(early_stopping: EarlyStopping, calibration: Calibration) -> EarlyStopping:
+    """A decision that calls `early_stopping` with calibrated probabilities in place of the drafter's own values."""
     probabilities = PathProbabilities(calibration)
 
-    def goes_on(values: Tensor, previous: Tensor | None = None) -> bool:
-        found = probabilities(values, previous)
-        return deepening(
-            torch.tensor([[value_of(each) for each in row] for row in found], dtype=torch.float32, device="cpu"),
-            previous,
-        )
+    def should_continue(values: Tensor, previous: Tensor | None = None) -> bool:
+        rows = [[value_of(probability) for probability in row] for row in probabilities(values, previous)]
+        return early_stopping(torch.tensor(rows, dtype=torch.float32, device="cpu"), previous)
 
-    return goes_on
+    return should_continue

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the same n-gram earlier in prompt or output is drafted again.
 
 Method: Saxena, "Prompt Lookup Decoding" (2023). Unlike stock `prompt_lookup_num_tokens`, the longest suffix wins, the
-index grows with the text (no rescan a round), and several continuations become branches of one tree.
+index grows with the text (no rescan per round), and several continuations become branches of one tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PromptLookupOptions:
 
     Attributes:
         max_ngram: longest suffix that is looked up.
-        min_ngram: shortest one; after one token the copy is often wrong, and its value is low.
+        min_ngram: shortest suffix that is looked up. After a match of one token the copy is often wrong.
         depth: tokens of a continuation that are drafted.
         max_nodes: draft nodes altogether.
     """
@@ -71,29 +71,29 @@ class SuffixIndex:
                     self._ends[tuple(self.tokens[end - size : end])].append(end)
 
     def continuations(self, count: int) -> list[tuple[int, int]]:
-        """Size of the match and start of up to `count` continuations of the text's end that begin differently.
+        """Up to `count` continuations of the text's end, as (size of the match, start). Their first tokens differ.
 
         Those after the longest matching suffix come first, later occurrences before earlier ones.
         """
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         first_tokens: set[int] = set()
         length = len(self.tokens)
         for size in reversed(self._sizes):
-            if size > length or len(found) >= count:
+            if size > length or len(matches) >= count:
                 continue
-            # Only the latest occurrences: on repetitive text a common n-gram would be a scan of the whole text.
+            # Only the latest occurrences: in repetitive text a common n-gram occurs almost everywhere.
             latest = self._ends.get(tuple(self.tokens[-size:]), [])[-_MAX_OCCURRENCES:]
             for end in reversed(latest):
                 if end < length and self.tokens[end] not in first_tokens:
-                    found.append((size, end))
+                    matches.append((size, end))
                     first_tokens.add(self.tokens[end])
-                    if len(found) >= count:
+                    if len(matches) >= count:
                         break
-        return found
+        return matches
 
 
 class PromptLookupSession(DraftSession):
-    """One index a row."""
+    """One index per row."""
 
     def __init__(self, options: PromptLookupOptions, request: DraftRequest):
         self.options = options
@@ -118,7 +118,7 @@ class PromptLookupSession(DraftSession):
     def _draft_row(self, index: SuffixIndex, root: int, state: DraftState) -> TreeRow:
         options = self.options
         depth = min(options.depth, state.max_depth)
-        tokens, parents, shares = [root], [ROOT_PARENT], [1.0]
+        tokens, parents, probs = [root], [ROOT_PARENT], [1.0]
         branches, rest = 1 if state.chains_only else _NUM_BRANCHES, 1.0
         for match_size, start in index.continuations(branches):
             node = 0
@@ -130,14 +130,14 @@ class PromptLookupSession(DraftSession):
                     child = len(tokens)
                     tokens.append(token)
                     parents.append(node)
-                    shares.append((shares[node] if node else rest) * _share_right(match_size + copied))
+                    probs.append((probs[node] if node else rest) * _prob_right(match_size + copied))
                 node = child
-            rest *= 1 - _share_right(match_size)  # of the root's children one at most is right
-        return TreeRow(tokens, parents, [math.log(share) for share in shares])
+            rest *= 1 - _prob_right(match_size)  # at most one child of the root is right
+        return TreeRow(tokens, parents, [math.log(prob) for prob in probs])
 
 
-def _share_right(match_size: int) -> float:
-    """The share of cases in which what followed so many equal tokens follows again: a guess, of which the order
+def _prob_right(match_size: int) -> float:
+    """Assumed probability that the token after a match of this size follows again. Only the order of these values
     matters."""
     return match_size / (match_size + 1)
 

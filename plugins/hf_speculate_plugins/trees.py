@@ -1,16 +1,18 @@
-"""Dynamic draft trees, for every method that drafts one: the nodes that the drafter finds most probable.
+"""Dynamic draft trees: the nodes that a drafter finds most probable.
 
-`grow_tree` is EAGLE-2's (Li et al., 2024, arXiv:2406.16858): every level expands the `top_k` candidates of highest
-cumulative log-value, each of them proposes `top_k` children, and in the end the `max_nodes` best candidates of all
-levels are kept. `best_tree` is that of DDTree (liranringel/ddtree), for drafters whose scores of deeper nodes cost next
-to nothing (a block of slots, or a bias). DDTree's heap finds it node by node on the host; here it is found level by
-level on the device: no node is worth more than its parent, so of the best N nodes those at one depth are among the best
-N of that depth, and their parents among the best N of the depth before. Every beginning of the result is the best
-smaller tree.
+`grow_tree` is the algorithm of EAGLE-2 (Li et al., 2024, arXiv:2406.16858). Every level expands the `top_k` candidates
+with the highest cumulative log-probability, and each of them proposes `top_k` children. In the end the `max_nodes` best
+candidates of all levels are kept.
+
+`best_tree` finds the tree of DDTree (liranringel/ddtree), for drafters that score deeper nodes at almost no cost (a
+block of slots, or a bias). DDTree finds its nodes one by one, with a heap on the host. Here they are found level by
+level on the device. That is possible because no node has a higher value than its parent: of the best N nodes, those at
+one depth are among the best N of that depth, and their parents are among the best N of the depth above. The first n
+nodes of the result are the best tree of n nodes.
 
 The value of a node is its parent's plus the `log_softmax` of its score (`DraftState.child_scores`), so that a sampled
 request grows its tree along the noise that the target will use. Everything stays on the device of the scores, without
-host synchronisation; a tree on a CPU may end early (`DraftState.goes_on`).
+host synchronisation; a tree on a CPU may end early (`DraftState.should_continue`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from hf_speculate.drafting import Warpers, rank_children
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreePlan, TreeRow
 
-from .top_shares import takes, top_shares
+from .top_log_probs import takes, top_log_probs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Frontier:
             nodes of depth 0 are children of the root.
         num_cached: nodes of `forest` that were run at earlier levels; the others are this level's F nodes.
         previous_index: int64 [B, F], index of each node's parent among the previous level's frontier (zeros at the
-            first level, where all hang on the root).
+            first level, whose parent is the root).
         depth: depth of this level's nodes in the draft tree (>= 1).
     """
 
@@ -51,7 +53,7 @@ class Frontier:
 
 
 Expand = Callable[[Frontier], Float[Tensor, "B F W"]]
-GoesOn = Callable[[Float[Tensor, "B F"], Int[Tensor, "B F"]], bool]
+ShouldContinue = Callable[[Float[Tensor, "B F"], Int[Tensor, "B F"]], bool]
 
 
 def grow_tree(
@@ -64,7 +66,7 @@ def grow_tree(
     max_nodes: int,
     token_ids: Int[Tensor, " W"] | None = None,
     limit: Int[Tensor, 1] | None = None,
-    goes_on: GoesOn | None = None,
+    should_continue: ShouldContinue | None = None,
 ) -> DraftTree:
     """Grows a dynamic tree.
 
@@ -76,15 +78,15 @@ def grow_tree(
         top_k: frontier width, and children per expanded node.
         max_nodes: draft nodes that are kept, the root not counted.
         token_ids: target vocabulary id of each score column (None: the column itself).
-        limit: deepest level of which nodes are kept, where `depth` is that of a compiled graph: the first
-            `num_candidates(limit, width)` draft nodes are then the tree.
-        goes_on: function that decides before each level but the first whether it pays.
+        limit: deepest level whose nodes are kept, for a compiled graph that always runs `depth` levels. The tree is
+            then the first `num_candidates(limit, width)` draft nodes.
+        should_continue: function that decides before each level but the first whether to draft it; None drafts all.
     Returns:
-        A tree of at most `max_nodes` + 1 nodes a row, the best first.
+        A tree of at most `max_nodes` + 1 nodes per row, the best first.
     """
     device, batch_size = root_scores.device, root_scores.shape[0]
     width = min(top_k, root_scores.shape[-1])
-    values, columns = log_shares(root_scores, width)  # [B, K]
+    values, columns = best_log_probs(root_scores, width)  # [B, K]
     pool_values, pool_tokens = [values], [_to_tokens(columns, token_ids)]
     pool_parents = [torch.full_like(columns, ROOT_PARENT)]  # index into the pool
     frontier_tokens, frontier_values = pool_tokens[0], values
@@ -95,12 +97,12 @@ def grow_tree(
     num_cached, pool_size = 0, width
 
     for level in range(1, depth):
-        if goes_on is not None and not goes_on(frontier_values, previous):
+        if should_continue is not None and not should_continue(frontier_values, previous):
             depth = level
             break
         forest = DraftTree(forest_tokens, forest_parents, max_depth=level - 1, plan=plan)
         scores = expand(Frontier(forest=forest, num_cached=num_cached, previous_index=previous, depth=level))
-        child_values, columns = log_shares(scores, width)  # [B, F, K]
+        child_values, columns = best_log_probs(scores, width)  # [B, F, K]
         candidates = (frontier_values[..., None] + child_values).flatten(1)  # [B, F * K]
         if limit is not None:
             candidates = candidates.masked_fill(limit < level + 1, -torch.inf)
@@ -131,10 +133,10 @@ def grow_tree(
     )
 
 
-def log_shares(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
+def best_log_probs(scores: Float[Tensor, "... W"], count: int) -> tuple[Float[Tensor, "... K"], Int[Tensor, "... K"]]:
     """`log_softmax` of the best `count` columns, and these columns, best first."""
     if takes(scores, count):
-        return top_shares(scores, count)
+        return top_log_probs(scores, count)
     if scores.is_cuda:  # one kernel instead of eight
         return torch.log_softmax(scores, dim=-1, dtype=torch.float32).topk(count, dim=-1)
     best, columns = scores.float().topk(count, dim=-1)
@@ -146,7 +148,7 @@ def _to_tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
 
 
 def num_candidates(depth: int, width: int) -> int:
-    """Number of nodes that a tree of so many levels chooses from."""
+    """Number of candidates in a tree of `depth` levels, each of this width."""
     return width + (depth - 1) * width * width
 
 
@@ -155,11 +157,11 @@ def best_nodes(
 ) -> DraftTree:
     """The `max_nodes` best of a pool of nodes [B, P], the best first. A negative parent is the root.
 
-    A child is never better than its parent, and the sort is stable, so that with equal values the parent, which comes
-    first in the pool, is first: every beginning is a tree.
+    A child is never better than its parent. The sort is stable, and parents come first in the pool. So every parent
+    comes before its children, and the first n nodes are a tree.
     """
     count = min(max_nodes, values.shape[1])
-    kept_values, kept = (each[:, :count] for each in torch.sort(values, dim=1, descending=True, stable=True))
+    kept_values, kept = (part[:, :count] for part in torch.sort(values, dim=1, descending=True, stable=True))
     ranks = torch.zeros_like(parents).scatter_(
         1, kept, torch.arange(1, count + 1, device=kept.device, dtype=torch.long).expand_as(kept)
     )
@@ -174,25 +176,27 @@ def best_nodes(
     )
 
 
-Shares = Callable[[int, Int[Tensor, "B W"], Int[Tensor, "B W"]], tuple[Float[Tensor, "B W K"], Int[Tensor, "B W K"]]]
-"""(depth, tokens of W nodes there, where each one's parent was among the nodes of the call before) -> log-probabilities
-of K children of each, -inf for none, and their tokens."""
+ChildLogProbs = Callable[
+    [int, Int[Tensor, "B W"], Int[Tensor, "B W"]], tuple[Float[Tensor, "B W K"], Int[Tensor, "B W K"]]
+]
+"""(depth, tokens of W nodes there, index of each one's parent in the previous call) -> log-probabilities of K children
+of each node, -inf for none, and their tokens."""
 
 
 def best_tree(
     root_ids: Int[Tensor, " B"],
-    shares_of: Shares,
+    log_probs_of: ChildLogProbs,
     *,
     depth: int,
     max_nodes: int,
     limit: Int[Tensor, 1] | None = None,
 ) -> DraftTree:
-    """The best `max_nodes` nodes down to `depth` (>= 1), the best first, and after them nodes of value -inf.
+    """The best `max_nodes` nodes down to `depth` (>= 1), the best first. Impossible nodes, of value -inf, come last.
 
     Args:
         root_ids: node 0 of every row.
-        shares_of: function that scores children, called once a depth, from 0 (the root) on.
-        limit: deepest level that nodes may have, where `depth` is that of a compiled graph.
+        log_probs_of: function that scores children, called once per depth, from 0 (the root) on.
+        limit: deepest level that nodes may have, for a compiled graph that always runs `depth` levels.
     """
     tokens, values = root_ids[:, None], torch.zeros(len(root_ids), 1, device=root_ids.device, dtype=torch.float32)
     in_pool, previous = torch.full_like(tokens, ROOT_PARENT), torch.zeros_like(tokens)
@@ -200,18 +204,18 @@ def best_tree(
     pool_size, best = 0, values[:, :0]
     on_host = limit is None and root_ids.device.type == "cpu"
     for level in range(depth):
-        shares, child_tokens = shares_of(level, tokens, previous)
+        log_probs, child_tokens = log_probs_of(level, tokens, previous)
         if limit is not None:
-            shares = shares.masked_fill(limit <= level, -torch.inf)
-        width = shares.shape[-1]
-        candidates, child_tokens = (values[..., None] + shares).flatten(1), child_tokens.flatten(1)
+            log_probs = log_probs.masked_fill(limit <= level, -torch.inf)
+        width = log_probs.shape[-1]
+        candidates, child_tokens = (values[..., None] + log_probs).flatten(1), child_tokens.flatten(1)
         pool.append((candidates, child_tokens, in_pool.repeat_interleave(width, dim=1)))
         if level == depth - 1:
             break
         values, chosen = candidates.topk(min(max_nodes, candidates.shape[1]), dim=-1)
         tokens, previous, in_pool = child_tokens.gather(1, chosen), chosen // width, pool_size + chosen
         pool_size += candidates.shape[1]
-        if on_host:  # looking costs nothing here: end where no node below this level can be among the best
+        if on_host:  # reading values needs no wait here: end if no deeper node can be among the best
             best = torch.cat([best, values], dim=1)
             best = best.topk(min(max_nodes, best.shape[1]), dim=-1).values
             if best.shape[1] == max_nodes and bool((values[:, 0] <= best[:, -1]).all()):
@@ -240,12 +244,14 @@ def slot_scores(
     return scores[:, 0].unflatten(0, logits.shape[:2])
 
 
-def slot_shares(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> Shares:
-    """`Shares` of slots that propose the same whatever a node's path is."""
-    shares, columns = log_shares(scores, min(width, scores.shape[-1]))
-    return partial(_of_slot, shares, columns if target_ids is None else target_ids[columns])
+def slot_log_probs(scores: Float[Tensor, "B D C"], target_ids: Int[Tensor, " Vd"] | None, width: int) -> ChildLogProbs:
+    """`ChildLogProbs` of slots whose proposals do not depend on the path."""
+    log_probs, columns = best_log_probs(scores, min(width, scores.shape[-1]))
+    return partial(_of_slot, log_probs, columns if target_ids is None else target_ids[columns])
 
 
-def _of_slot(shares: Tensor, token_ids: Tensor, depth: int, tokens: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+def _of_slot(
+    log_probs: Tensor, token_ids: Tensor, depth: int, tokens: Tensor, previous: Tensor
+) -> tuple[Tensor, Tensor]:
     form = -1, tokens.shape[1], -1
-    return shares[:, depth, None].expand(*form), token_ids[:, depth, None].expand(*form)
+    return log_probs[:, depth, None].expand(*form), token_ids[:, depth, None].expand(*form)

@@ -137,7 +137,7 @@ def test_every_kind_of_head_is_measured():
     assert "x plain" not in grid.columns
     settings.heads, settings.acceptance, settings.nodes = ["eagle3-32k"], "1,1,1", 3
     result = heads.bench_heads(settings)
-    assert result["rows"][0]["tokens_a_round"] > 3  # all but the last round emit three drafted tokens and the bonus one
+    assert result["rows"][0]["tokens_per_round"] > 3  # all rounds but the last emit three drafts and the bonus token
     assert "x plain" in heads.tables(result)[0].columns
     settings.heads = ["hydra"]
     with pytest.raises(SpeculateError, match="not hydra"):
@@ -163,7 +163,7 @@ def test_costs_of_a_shape_are_measured():
     methods = ["eager", "3 nodes", "5 nodes", "automatic"]
     assert [(row["context"], row["method"]) for row in found["rounds"]] == [(c, m) for c in (16, 40) for m in methods]
     fixed = found["rounds"][1]
-    assert (fixed["tokens_a_round"], fixed["nodes"], fixed["host_waits"]) == (3, 3, None)  # right wherever it drafts
+    assert (fixed["tokens_per_round"], fixed["nodes"], fixed["host_waits"]) == (3, 3, None)  # right wherever it drafts
     steps, _ = costs.tables(found)
     assert [row[:2] for row in steps.rows] == [(str(c), str(n)) for c, n in places]
 

@@ -125,9 +125,9 @@ def simulated(waits: dict[str, float], share_right: float, depth: int) -> dict[s
 def _summary(runs: dict[str, list[dict[str, float]]], depth: int) -> list[dict[str, Any]]:
     rows = {way: {key: statistics.median(run[key] for run in found) for key in found[0]} for way, found in runs.items()}
     rows[SIMULATED] = simulated(rows[WAITS], rows[AHEAD]["share_right"], depth)
-    plain = rows[WAITS]["round_ms"] / rows[WAITS]["tokens_a_round"]
+    plain = rows[WAITS]["round_ms"] / rows[WAITS]["tokens_per_round"]
     return [
-        {"way": way, **row, "speedup": plain * row["tokens_a_round"] / row["round_ms"]} for way, row in rows.items()
+        {"way": way, **row, "speedup": plain * row["tokens_per_round"] / row["round_ms"]} for way, row in rows.items()
     ]
 
 
@@ -137,7 +137,7 @@ def _of_round(stats: SpeculationStats) -> dict[str, float]:
     return {
         **{name: 1e3 * part / count for name, part in zip(_PARTS, seconds, strict=True)},
         "round_ms": 1e3 * sum(seconds) / count,
-        "tokens_a_round": stats.emitted_tokens / count,
+        "tokens_per_round": stats.emitted_tokens / count,
         "share_right": stats.drafts_ahead_taken / max(stats.drafts_ahead, 1),
     }
 
@@ -164,7 +164,7 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
     title = (
         f"A draft model ({draft}) ahead of its target ({target}, {result['shape']} shape), random weights, "
         f"{result['weights']}, context {result['prompt_length']}, {result['environment']['threads']} threads: "
-        "milliseconds a round"
+        "milliseconds per round"
     )
     columns = {
         "a level\nis right": "{rate:.1f}",
@@ -175,7 +175,7 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
         "waits for\nthe drafter": "{drafter_ms:.1f}",
         "rest": "{rest_ms:.1f}",
         "guesses\nright": lambda row: "" if row["way"] == WAITS else f"{row['share_right']:.0%}",
-        "tokens\na round": "{tokens_a_round:.2f}",
+        "tokens\nper round": "{tokens_per_round:.2f}",
         "x waiting": "{speedup:.2f}x",
     }
     caption = "Acceptance is set. Simulated: each model as fast as alone, the guesses right as often as found."

@@ -62,7 +62,7 @@ _ROUND = {
     "rest": "{rest_ms:.2f}",
     "engine\nefficiency": "{engine_efficiency:.3f}",
     "host waits": "{host_waits:.1f}",
-    "tokens\na round": "{tokens_a_round:.2f}",
+    "tokens\nper round": "{tokens_per_round:.2f}",
     "tokens/s": "{tokens_per_second[median]:.1f}",
     "x plain": "{speedup[median]:.2f}x",
     "(range)": "{speedup[min]:.2f}-{speedup[max]:.2f}",
@@ -92,14 +92,14 @@ class CostSettings:
 
 
 def bench_costs(settings: CostSettings) -> dict[str, Any]:
-    """Costs of verifying, drafting, the cache and the engine a round, by nodes and by context.
+    """Costs of verifying, drafting, the cache and the engine per round, by nodes and by context.
 
     Returns:
         JSON-serialisable. `rows`, one for each context and number of nodes: `verify_ms` of a bare forward by form of
         attention ("exact": with the bits of single steps) and `verify_ratio` over one node's; `cache_ms` of appending
         that many entries to all layers and keeping a path, ours and stock's. `rounds`, one for each context and method:
-        means of milliseconds a round (`target_ms`, `draft_ms`, `rest_ms`), `engine_efficiency`, `tokens_a_round`,
-        `nodes` a round, `host_waits` a round (None on a CPU), and `speedup` over plain decoding of the same call.
+        means of milliseconds per round (`target_ms`, `draft_ms`, `rest_ms`), `engine_efficiency`, `tokens_per_round`,
+        `nodes` per round, `host_waits` per round (None on a CPU), and `speedup` over plain decoding of the same call.
         `weights_ms`: reading the weights once at the speed of a copy.
     """
     workload = shape_workload(settings.shape, settings.layers, settings.dtype, settings.device)
@@ -174,7 +174,7 @@ class _Place:
         return [replace(method, fresh=fresh) for method in methods]
 
     def _host_waits(self, method: Method, request: Request, arguments: dict[str, Any]) -> float | None:
-        """Waits a round, in a call that measures nothing else."""
+        """Waits per round, in a call that measures nothing else."""
         runs: list[TimedRun] = []
         call = lambda: runs.append(generate_once(self.model, method, request, arguments))  # noqa: E731
         waits = host_waits(call, self.model.device)
@@ -191,7 +191,7 @@ def figures(runs: Sequence[TimedRun], name: str) -> dict[str, Any]:
             "draft_ms": 1e3 * stats.drafter_seconds / count,
             "rest_ms": 1e3 * stats.rest_seconds / count,
             "engine_efficiency": stats.engine_efficiency,
-            "tokens_a_round": stats.emitted_tokens / count,
+            "tokens_per_round": stats.emitted_tokens / count,
             "nodes": 1 + stats.drafted_tokens / count,
         }
     return found

@@ -141,10 +141,10 @@ class HeadSettings:
 
 
 def bench_heads(settings: HeadSettings) -> dict[str, Any]:
-    """Costs of heads a round at real shapes with random weights, and their speed-up at a set acceptance.
+    """Costs of heads per round at real shapes with random weights, and their speed-up at a set acceptance.
 
     Returns:
-        JSON-serialisable. For each head, medians over repeats, milliseconds a round: `target_ms`, `drafter_ms`,
+        JSON-serialisable. For each head, medians over repeats, milliseconds per round: `target_ms`, `drafter_ms`,
         `rest_ms`; `drafter_share` = drafter / round, `drafter_in_tokens` = drafter / plain decoding of one token,
         `engine_efficiency` = (target + drafter) / round, and `speedup` over plain decoding at this acceptance, prefill
         left out.
@@ -173,7 +173,7 @@ def bench_heads(settings: HeadSettings) -> dict[str, Any]:
     token_ms = statistics.median(plain)
     for row in rows:
         row["drafter_in_tokens"] = row["drafter_ms"] / token_ms
-        row["speedup"] = row["tokens_a_round"] * token_ms / row["round_ms"]
+        row["speedup"] = row["tokens_per_round"] * token_ms / row["round_ms"]
     return {
         "bench": "heads",
         "shape": settings.shape,
@@ -220,7 +220,7 @@ class _Bench:
             "drafter_share": drafter / whole,
             "engine_efficiency": (target + drafter) / whole,
             "mean_acceptance_length": stats.mean_acceptance_length or 0.0,
-            "tokens_a_round": stats.emitted_tokens / count,
+            "tokens_per_round": stats.emitted_tokens / count,
         }
 
     def plain_token(self, count: int) -> float:
@@ -239,7 +239,7 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
     accepted = " ".join(f"{rate:.2f}" for rate in rates) if any(rates) else ""
     title = (
         f"Rounds at {result['shape']} shape, random weights, {result['dtype']}, context "
-        f"{result['prompt_length']}, {result['environment']['threads']} threads: milliseconds a round; plain: "
+        f"{result['prompt_length']}, {result['environment']['threads']} threads: milliseconds per round; plain: "
         f"{result['plain_token_ms']:.1f} a token"
     )
     columns = {
@@ -254,7 +254,7 @@ def tables(result: dict[str, Any]) -> Sequence[Grid | str]:
         "engine\nefficiency": "{engine_efficiency:.3f}",
     }
     if accepted:
-        columns |= {"tokens\na round": "{tokens_a_round:.2f}", "x plain": "{speedup:.2f}x"}
+        columns |= {"tokens\nper round": "{tokens_per_round:.2f}", "x plain": "{speedup:.2f}x"}
     caption = f"Accepted to depth 1, 2, …: {accepted} of the rounds (set, not measured)." if accepted else ""
     return [Grid.of(title, result["rows"], columns, caption=caption)]
 

@@ -1,4 +1,4 @@
-"""JSON by a schema: tokens a round and speed with drafts of the schema, over plain `generate` with the same grammar.
+"""JSON by a schema: tokens per round and speed with drafts of the schema, over plain `generate` with the same grammar.
 
 Sixty texts with facts, six schemas, xgrammar. Plain and drafted runs take turns, text by text; the target ends each
 answer itself.
@@ -34,7 +34,7 @@ _WARES = ("desk lamp", "keyboard", "rain jacket", "coffee grinder", "office chai
 
 @dataclass(kw_only=True)
 class SchemaSettings(TargetSettings):
-    """Options. Greedy; with `--fixed` every round drafts all it can, so that tokens a round do not depend on time."""
+    """Options. Greedy; with `--fixed` every round drafts all it can, so that tokens per round do not depend on time."""
 
     QUICK: ClassVar = {"num_texts": 4, "max_new_tokens": 48}
 

@@ -1,4 +1,4 @@
-"""Tokens a round on tool calls, with and without the tools' schemas. No clock.
+"""Tokens per round on tool calls, with and without the tools' schemas. No clock.
 
 Thirty dialogues ask for one or two calls of eight tools. The target writes what it likes. Small models often write an
 answer in another format, so each dialogue is also measured with the call's beginning given.
@@ -53,7 +53,7 @@ class ToolSettings(TargetSettings):
 
 
 def bench_tools(settings: ToolSettings) -> dict[str, Any]:
-    """Tokens a round of `suffix`, plain and with `schemas=`, on texts that the target ends itself."""
+    """Tokens per round of `suffix`, plain and with `schemas=`, on texts that the target ends itself."""
     name, model, tokenizer = settings.load()
     if not tokenizer.chat_template:
         raise SpeculateError(f"{name} has no chat template, which tells a model about its tools.")

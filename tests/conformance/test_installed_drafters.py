@@ -212,7 +212,7 @@ def test_a_drafter_that_never_drafts_is_warned_of(target, monkeypatch):
     warned = []
     monkeypatch.setattr("hf_speculate.testing.conformance.logger.warning", warned.append)
     report = check_drafter(EmptyDrafter(), target, [torch.tensor([3, 4, 5]), torch.tensor([6, 7])], max_new_tokens=8)
-    assert (report.num_drafts, report.tokens_a_round) == (0, None)
+    assert (report.num_drafts, report.tokens_per_round) == (0, None)
     assert report.num_asked > 0
     assert "made none. Does it find its place in the text?" in warned[0]
 

@@ -150,7 +150,7 @@ def test_observe_choices_comes_before_the_observation_of_a_round(tiny_model, pro
     }
     text = model.generate(ids, speculator=Speculator(listener, policy=Fixed()), **request)
     kinds = [isinstance(each, Choices) for each in listener.seen]
-    assert kinds[:5] == [False, True, False, True, False]  # the prompt's, then one of each a round
+    assert kinds[:5] == [False, True, False, True, False]  # the prompt's, then one of each per round
     choices = listener.seen[1]
     assert choices.tree.token_ids[0][0] == text[0, ids.shape[1]]
     path = torch.tensor([choices.tree.token_ids[0]])

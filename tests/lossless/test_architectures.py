@@ -54,7 +54,7 @@ def test_text_is_that_of_plain_generate_whatever_is_drafted(name, prompt):
         said = " ".join(speculator.stats.fallbacks)
         assert (case.why in said) if case.why else not said, f"{kind}: fallbacks say {said!r}"
         if kind == "perfect":
-            assert speculator.stats.mean_acceptance_length == 5, "four drafted tokens and the bonus token a round"
+            assert speculator.stats.mean_acceptance_length == 5, "four drafted tokens and the bonus token per round"
 
 
 @pytest.mark.parametrize("name", quick_quarter(SPECULATING))
@@ -133,7 +133,7 @@ alone and in a left-padded batch, the text is that of plain `generate`. Others w
 takes position ids, a 4-D mask (or one for each layer type) and a `Cache` of attention layers.
 
 - **trees**: every draft tree is scored in one forward. Sliding windows and chunks keep about 1.5 windows of entries.
-- **chains**: one branch a round; why is in `stats.fallbacks`. For recurrent layers one copy of their states is held,
+- **chains**: one branch per round; why is in `stats.fallbacks`. For recurrent layers one copy of their states is held,
   however long the text; accepted tokens of a chain that was rejected in part are run again with the next one (16 at
   most), and the rows of a batch advance together.
 - **no drafts**: an explicit `speculator=` raises the error given; an attached one steps aside with a warning.

@@ -13,7 +13,7 @@ from hf_speculate_plugins.checkpoints import LoadReport
 from hf_speculate_plugins.eagle import EagleDrafter, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward
 from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
-from hf_speculate_plugins.heads import Reading
+from hf_speculate_plugins.heads import HeadCache
 
 from ..support.heads import target
 from ..support.native_heads import SPECS, make_head
@@ -34,24 +34,24 @@ def states_and_entries(head, forward, batch_size=1, padded=False):
     if padded:
         mask = torch.arange(9) >= torch.arange(batch_size)[:, None]
     positions = (torch.arange(9) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)).expand(batch_size, -1)
-    reading = Reading(head, mask, positions)
-    steps = PlainSteps(loaded, reading, forward)
+    head_cache = HeadCache(head, mask, positions)
+    steps = PlainSteps(loaded, head_cache, forward)
     generator = torch.Generator().manual_seed(1)
 
     def some(count):
         ids = torch.randint(0, 96, (batch_size, count), generator=generator)
         return ids, torch.randn(batch_size, count, 64, generator=generator).to(head.dtype)
 
-    found = [read_prompt(head, reading, *some(9))]
+    found = [read_prompt(head, head_cache, *some(9))]
     for _ in range(2):
         found.append(steps.entries(*some(4)))
-        reading.keep([3] * batch_size if not padded else [3, 1, 4][:batch_size])
+        head_cache.keep([3] * batch_size if not padded else [3, 1, 4][:batch_size])
     found.append(steps.entries(*some(1)))
-    reading.keep([1] * batch_size)
+    head_cache.keep([1] * batch_size)
     for first, last in zip((0, *LEVELS), LEVELS, strict=False):
         parents = [row[:last] for row in PARENTS * batch_size]
         found += steps.level(*some(last - first), TreePlan.from_parents(parents))
-    layers = reading.cache.cache.layers
+    layers = head_cache.tree_cache.cache.layers
     found += [states for layer in layers for states in (layer.keys, layer.values)]
     return [states.clone() for states in found]
 

@@ -23,7 +23,7 @@ from hf_speculate_plugins.eagle import EagleHead, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward, NativeSteps
 from hf_speculate_plugins.eagle.spec import TreeSize
 from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
-from hf_speculate_plugins.heads import Reading
+from hf_speculate_plugins.heads import HeadCache
 
 from ..support.native_heads import SPECS, make_head
 
@@ -43,20 +43,20 @@ class Bench:
         self.forward, self.batch_size = NativeForward.of(head), batch_size
         mask = torch.arange(9) >= torch.arange(batch_size)[:, None] if padded else None
         places = torch.arange(9) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
-        self.reading = Reading(head, mask, places.expand(batch_size, -1))
+        self.head_cache = HeadCache(head, mask, places.expand(batch_size, -1))
         generator = torch.Generator().manual_seed(2)
 
         def some(count):
             ids = torch.randint(0, 96, (batch_size, count), generator=generator)
             return ids, torch.randn(batch_size, count, 64, generator=generator).to(head.dtype)
 
-        read_prompt(head, self.reading, *some(9))
-        hidden = PlainSteps(self.loaded, self.reading).entries(*some(3))
+        read_prompt(head, self.head_cache, *some(9))
+        hidden = PlainSteps(self.loaded, self.head_cache).entries(*some(3))
         lengths = [1 + row % 3 for row in range(batch_size)] if padded else [3] * batch_size
-        self.reading.keep(lengths)  # holes, where rows are padded
+        self.head_cache.keep(lengths)  # holes, where rows are padded
         self.root = hidden[torch.arange(batch_size), torch.tensor(lengths) - 1]
 
-    def state(self, do_sample=False, warpers=WARPERS, deepening=None) -> DraftState:
+    def state(self, do_sample=False, warpers=WARPERS, early_stopping=None) -> DraftState:
         torch.manual_seed(5)
         return DraftState(
             root_ids=torch.arange(self.batch_size) + 3,
@@ -64,7 +64,7 @@ class Bench:
             max_depth=9,
             chains_only=False,
             num_emitted=tuple(range(1, 1 + self.batch_size)),
-            deepening=deepening,
+            early_stopping=early_stopping,
             _noise=Noise(self.batch_size, 96, torch.device("cpu")) if do_sample else None,
             _warpers=warpers,
         )
@@ -72,10 +72,10 @@ class Bench:
     def trees(self, size=SIZE, **state):
         """By the native call, and by the modules."""
         found = []
-        native_steps = NativeSteps(self.loaded, self.reading, self.forward)
-        for steps in (native_steps, PlainSteps(self.loaded, self.reading)):
+        native_steps = NativeSteps(self.loaded, self.head_cache, self.forward)
+        for steps in (native_steps, PlainSteps(self.loaded, self.head_cache)):
             found.append(steps.tree(self.root, self.state(**state), size))
-            self.reading.drop()
+            self.head_cache.drop()
         return found
 
     def check(self, calls, size=SIZE, **state):
@@ -148,15 +148,17 @@ def test_a_draft_reads_the_entries_before_it(changes, calls):
         tokens = torch.randint(0, 96, (2, 3), generator=generator)
         features = [torch.randn(2, 3, 64, generator=generator) for _ in range(head.spec.num_features)]
         if steps_of is NativeSteps:
-            steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
+            steps = NativeSteps(bench.loaded, bench.head_cache, bench.forward)
             tree, root = steps.tree_after((tokens, features, [3, 3]), bench.state(), SIZE)
         else:
-            steps = PlainSteps(bench.loaded, bench.reading)
+            steps = PlainSteps(bench.loaded, bench.head_cache)
             root = steps.entries(tokens, head.fuse(features))[:, -1]
-            bench.reading.keep([3, 3])
+            bench.head_cache.keep([3, 3])
             tree = steps.tree(root, bench.state(), SIZE)
-        bench.reading.drop()
-        entries = [states for layer in bench.reading.cache.cache.layers for states in (layer.keys, layer.values)]
+        bench.head_cache.drop()
+        entries = [
+            states for layer in bench.head_cache.tree_cache.cache.layers for states in (layer.keys, layer.values)
+        ]
         found.append((root, tree, entries))
     (root, tree, entries), (expected_root, expected, expected_entries) = found
     assert calls == [1]
@@ -203,12 +205,12 @@ def test_native_trees_ignore_output_rows_of_added_tokens(spec, do_sample, calls)
 def test_levels_that_do_not_pay_are_left_out(calls):
     asked = []
 
-    def deepening(values, previous=None):
+    def early_stopping(values, previous=None):
         asked.append((values.tolist(), previous.tolist()))
         return len(asked) % 3 != 0
 
     bench = Bench(make_head(), 2)
-    tree = bench.check(calls, deepening=deepening)
+    tree = bench.check(calls, early_stopping=early_stopping)
     assert len(asked) == 6
     assert max(map(max, tree.host.parents)) > 0
     for (values, previous), (expected, others) in zip(asked[:3], asked[3:], strict=True):
@@ -218,9 +220,11 @@ def test_levels_that_do_not_pay_are_left_out(calls):
 
 def test_nothing_stays_in_the_cache(calls):
     bench = Bench(make_head(num_layers=2, windows=(None, None)))
-    before = [states.clone() for layer in bench.reading.cache.cache.layers for states in (layer.keys, layer.values)]
-    NativeSteps(bench.loaded, bench.reading, bench.forward).tree(bench.root, bench.state(), SIZE)
-    after = [states for layer in bench.reading.cache.cache.layers for states in (layer.keys, layer.values)]
+    before = [
+        states.clone() for layer in bench.head_cache.tree_cache.cache.layers for states in (layer.keys, layer.values)
+    ]
+    NativeSteps(bench.loaded, bench.head_cache, bench.forward).tree(bench.root, bench.state(), SIZE)
+    after = [states for layer in bench.head_cache.tree_cache.cache.layers for states in (layer.keys, layer.values)]
     assert calls
     assert all(map(torch.equal, after, before))
 
@@ -262,7 +266,7 @@ class TestPrompts:
         """States of the last entry, and how many entries there are; whether the kernel was asked and answered."""
         generator, answers = torch.Generator().manual_seed(2), []
         mask = torch.arange(count) >= torch.arange(2)[:, None] if padded else None
-        reading = Reading(head, mask, torch.arange(count).expand(2, -1))
+        head_cache = HeadCache(head, mask, torch.arange(count).expand(2, -1))
         tokens = torch.randint(0, 96, (2, count), generator=generator)
         states = torch.randn(2, count, 64, generator=generator).to(head.dtype)
 
@@ -270,8 +274,8 @@ class TestPrompts:
             answers.append(native(*arguments))
             return answers[-1]
 
-        hidden = read_prompt(head, reading, tokens, states, asked if native else None)
-        return hidden, reading.cache.append_index, [answer is not None for answer in answers]
+        hidden = read_prompt(head, head_cache, tokens, states, asked if native else None)
+        return hidden, head_cache.tree_cache.append_index, [answer is not None for answer in answers]
 
     @pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
     @pytest.mark.parametrize("count", [1, 2, 64])
@@ -313,35 +317,35 @@ class TestPending:
         features = [torch.randn(batch_size, count, 704, generator=generator).to(dtype) for _ in range(3)]
         lengths = [count] * batch_size
         monkeypatch.setattr(EagleHead, "fuse", lambda *a: fused.append(1) or fuse(*a))
-        drawn = NativeSteps(one.loaded, one.reading, one.forward).tree_after(
+        drawn = NativeSteps(one.loaded, one.head_cache, one.forward).tree_after(
             (tokens, features, lengths), one.state(), SIZE
         )
         assert bool(fused) is not is_quick
         assert drawn is not None
         assert calls == [1]
-        steps = NativeSteps(other.loaded, other.reading, other.forward)
+        steps = NativeSteps(other.loaded, other.head_cache, other.forward)
         with torch.no_grad():
             hidden = steps.entries(tokens, other.loaded.head.fuse(features))[:, -1]
-        other.reading.keep(lengths)
+        other.head_cache.keep(lengths)
         assert torch.equal(drawn[1], hidden)
         assert_same_bits(drawn[0], steps.tree(hidden, other.state(), SIZE))
-        assert one.reading.cache.lengths == other.reading.cache.lengths
+        assert one.head_cache.tree_cache.lengths == other.head_cache.tree_cache.lengths
 
     def test_tokens_that_the_head_does_not_know_are_read_on_their_own(self, calls):
         bench = Bench(make_head())
-        steps, tokens = NativeSteps(bench.loaded, bench.reading, bench.forward), torch.tensor([[7, 96]])
-        pending, length = (tokens, [torch.ones(1, 2, 64)] * 3, [2]), bench.reading.cache.lengths
+        steps, tokens = NativeSteps(bench.loaded, bench.head_cache, bench.forward), torch.tensor([[7, 96]])
+        pending, length = (tokens, [torch.ones(1, 2, 64)] * 3, [2]), bench.head_cache.tree_cache.lengths
         assert steps.tree_after(pending, bench.state(), SIZE) is None
-        assert bench.reading.cache.lengths == length
+        assert bench.head_cache.tree_cache.lengths == length
         native = steps.entries(tokens, bench.loaded.head.fuse(pending[1]))
-        bench.reading.drop()
-        modules = PlainSteps(bench.loaded, bench.reading).entries(tokens, bench.loaded.head.fuse(pending[1]))
+        bench.head_cache.drop()
+        modules = PlainSteps(bench.loaded, bench.head_cache).entries(tokens, bench.loaded.head.fuse(pending[1]))
         torch.testing.assert_close(native, modules, rtol=1e-3, atol=1e-3)
 
     def test_entries_with_holes_are_read_on_their_own(self):
         bench = Bench(make_head(), 3, padded=True)
         pending = torch.zeros(3, 2, dtype=torch.long), [torch.zeros(3, 2, 64)] * 3, [2, 1, 2]
-        steps = NativeSteps(bench.loaded, bench.reading, bench.forward)
+        steps = NativeSteps(bench.loaded, bench.head_cache, bench.forward)
         assert steps.tree_after(pending, bench.state(), SIZE) is None
 
     def test_an_error_of_whoever_is_asked_comes_out(self):
@@ -351,8 +355,8 @@ class TestPending:
             raise ZeroDivisionError("asked")
 
         with pytest.raises(ZeroDivisionError, match="asked"):
-            NativeSteps(bench.loaded, bench.reading, bench.forward).tree(
-                bench.root, bench.state(deepening=broken), SIZE
+            NativeSteps(bench.loaded, bench.head_cache, bench.forward).tree(
+                bench.root, bench.state(early_stopping=broken), SIZE
             )
 
     def test_a_signal_that_comes_as_the_callback_begins(self, capsys):
@@ -367,7 +371,7 @@ class TestPending:
         sys.settrace(alarm)
         try:
             with pytest.raises(TimeoutError, match="alarm"):
-                NativeSteps(bench.loaded, bench.reading, bench.forward).tree(bench.root, bench.state(), SIZE)
+                NativeSteps(bench.loaded, bench.head_cache, bench.forward).tree(bench.root, bench.state(), SIZE)
         finally:
             sys.settrace(tracer)
         assert sys.unraisablehook is hook

@@ -10,7 +10,7 @@ import torch
 
 from hf_speculate.drafting import Calibration
 from hf_speculate.policy import Acceptance
-from hf_speculate.policy.deepening import WhilePaying
+from hf_speculate.policy.early_stopping import WhilePaying
 from hf_speculate.tree import HostTree, TreeRow
 
 
@@ -68,7 +68,7 @@ def test_levels_are_worth_the_acceptance_of_their_nodes():
     assert acceptance.nodes()[:3] == pytest.approx([0.6, 0.05, 0.3], abs=0.03)
 
 
-class TestDeepening:
+class TestEarlyStopping:
     def test_while_paying_stops_at_unlikely_parents(self):
         asked = WhilePaying(Acceptance(Calibration()), [0], price=0.4)
         assert not asked.is_asked

@@ -86,8 +86,8 @@ class Simulation:
         tokens, parents, values, depth, last = [5], [-1], [0.0], 0, 0
         right = []  # the nodes that the target would choose, one after the other
         alive = True
-        goes_on = self.policy.deepening()
-        while depth < max_depth and (depth == 0 or not self.is_asking or goes_on(torch.tensor([values[-2:]]))):
+        should_continue = self.policy.early_stopping()
+        while depth < max_depth and (depth == 0 or not self.is_asking or should_continue(torch.tensor([values[-2:]]))):
             depth += 1
             drawn = self.random.random()
             for child, share in enumerate((sure, sure * (1 - sure) / 2)[: 1 + self.has_values]):

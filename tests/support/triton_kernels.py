@@ -7,7 +7,7 @@ import torch
 
 from hf_speculate.attention import tree_kernel
 from hf_speculate.graphs import layer_kernels
-from hf_speculate_plugins import top_shares
+from hf_speculate_plugins import top_log_probs
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def interpreted(monkeypatch):
 
 
 def _forget() -> None:
-    for module in (tree_kernel, layer_kernels, top_shares):
+    for module in (tree_kernel, layer_kernels, top_log_probs):
         module._kernels.cache_clear()
 
 

@@ -1,6 +1,7 @@
-"""The state of a packed model's modules when it was loaded, to notice what the kernel would not know of.
+"""A record of a packed model's modules when it was loaded.
 
-PEFT's layers do not count while they only pass results on (`effective_module`).
+It shows whether a hook or another module was added since. The kernel reads the weights without calling the modules, so
+it would ignore them. PEFT's layers do not count while they only pass results on (`effective_module`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Snapshot:
         self._adapted = _NOT_ADAPTED
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether nothing was added or replaced since."""
         return (
             (not any(self._hooks) or all(map(is_captor, chain.from_iterable(map(dict.values, self._hooks)))))
             and not any(map(operator.contains, self._attributes, repeat("forward")))
@@ -42,7 +43,7 @@ class Snapshot:
         )
 
     def _are_children_the_same(self) -> bool:
-        """Whether the children are those before, or in layers of PEFT that only pass results on."""
+        """Whether the children are the same as before, apart from PEFT's layers that only pass results on."""
         if self._children == self._children_before:
             self._adapted = _NOT_ADAPTED  # keeps no adapters alive
             return True
@@ -58,7 +59,7 @@ class Snapshot:
 
 _Children = list[dict[str, Any]]
 _NOT_ADAPTED: tuple[_Children, _Children, list[Any] | None] = [], [], None
-"""Children that were looked at, a copy of them, and the layers of PEFT around them; None if other modules changed."""
+"""The children that were compared, a copy of them, and PEFT's layers around them; None if other modules changed."""
 
 
 def _bases(children: Sequence[dict[str, Any]]) -> _Children:

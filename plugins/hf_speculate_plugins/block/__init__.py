@@ -1,8 +1,8 @@
 """One-pass heads: DFlash, DSpark, DFlash2, Domino, XPress, LiLiCorr, JetSpec.
 
 A head of a few layers reads the target's features of the text and proposes the tokens of a whole block in one forward.
-One `BlockSpec` describes the heads of all methods and dialects, one `BlockHead` computes them, and the best tree that
-their scores have is found node by node.
+One `BlockSpec` describes the heads of all methods and dialects, and one `BlockHead` computes them. The draft is the
+best tree by their scores.
 """
 
 from ..heads import LoadedHead as LoadedHead

@@ -12,7 +12,7 @@ from hf_speculate.target import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
+from ..heads import HeadCache, HeadDrafter, HeadSession, LoadedHead
 from ..trees import trimmed
 from .head import BlockHead
 from .saving import BlockFiles
@@ -21,14 +21,14 @@ from .steps import CapturedSteps, PlainSteps, read_prompt
 
 
 class BlockSession(HeadSession[BlockHead]):
-    """Drafts for one request: trees from one forward of the head a round.
+    """Drafts for one request: trees from one forward of the head per round.
 
-    The context, keys and values of the target's features of every committed token, grows when tokens are committed. Of
-    a block nothing is kept.
+    The context holds keys and values of the target's features of every committed token. It grows when tokens are
+    committed. Entries of a block are never kept.
     """
 
     _steps: PlainSteps | CapturedSteps | None
-    _last: Tensor | None = None  # int64 [B, 2], the root of every row and the token before it, this one first
+    _last: Tensor | None = None  # int64 [B, 2], the token before the root of every row, and the root
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Mapping[int, Tensor], lengths: Tensor) -> None:
@@ -42,16 +42,16 @@ class BlockSession(HeadSession[BlockHead]):
         if steps is not None:
             steps.context(states, lengths.tolist())
             return
-        reading = self._begin(tokens)
-        last = read_prompt(head, reading, head.join(states))
-        self._steps = PlainSteps(self._loaded, reading, self.options, last)
+        head_cache = self._begin(tokens)
+        last = read_prompt(head, head_cache, head.join(states))
+        self._steps = PlainSteps(self._loaded, head_cache, self.options, last)
         if self._runner is not None:
-            self._steps = CapturedSteps(self._steps, self._loaded, reading, self.options, self._runner)
+            self._steps = CapturedSteps(self._steps, self._loaded, head_cache, self.options, self._runner)
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> DraftTree:
-        reading, steps, spec = self._reading, self._steps, self._loaded.head.spec
-        if reading is None or steps is None:
+        head_cache, steps, spec = self._head_cache, self._steps, self._loaded.head.spec
+        if head_cache is None or steps is None:
             raise RuntimeError("draft() before the first observe()")
         depth = min(self.options.depth or spec.max_depth, spec.max_depth, state.max_depth)
         if not depth:
@@ -59,24 +59,24 @@ class BlockSession(HeadSession[BlockHead]):
         try:
             tree = steps.tree(state, depth, None if self._last is None else self._last[:, 0])
         finally:
-            reading.drop()
-        # On a device, nodes that are impossible stay: the host would have to wait to see which.
+            head_cache.drop()
+        # On a device impossible nodes stay, because the host would have to wait to find them.
         return trimmed(tree, state.active) if tree.token_ids.device.type == "cpu" else tree
 
     def _last_two(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """`_last` after rows were told of `lengths` more tokens each."""
+        """`_last` after `lengths[r]` more tokens of each row."""
         last = self._last
-        if last is None:  # of a prompt: only the token before its first feature is not among them
+        if last is None:  # `tokens` are the prompt's; they lack only the token before its first feature
             count = tokens.shape[1]
             text = torch.cat([tokens[:, :1], self._request.input_ids.to(tokens.device)], dim=1)
             last = text[:, max(-count, -text.shape[1]), None].expand(-1, 2)
         ends = to_device(lengths, tokens.device)[:, None] + torch.arange(2, device=tokens.device, dtype=torch.long)
         return torch.cat([last, tokens], dim=1).gather(1, ends)
 
-    def _left(self, reading: Reading) -> Reading:
+    def _carried_state(self, head_cache: HeadCache) -> HeadCache:
         if self._steps is not None:
             self._steps.settle()
-        return reading
+        return head_cache
 
 
 class BlockDrafter(HeadDrafter[BlockHead]):

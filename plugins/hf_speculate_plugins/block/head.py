@@ -69,7 +69,8 @@ def block_masks(
 
     Args:
         visible: mask of the context entries that are real; None if all are.
-        places: indices of the slots among the context entries, which are then a whole buffer; None: after them.
+        places: indices of the slots among the context entries, if these are a whole buffer; None: the slots come after
+            all of them.
     """
     known: dict[tuple[bool, int | None], Tensor | None] = {}
     for kind in zip(spec.causal, spec.windows, strict=True):
@@ -97,7 +98,7 @@ def _mask(
     among = torch.ones(len(positions), spec.block_size, spec.block_size, dtype=torch.bool, device=positions.device)
     if window is not None:
         ends = positions[:, :1, None] if spec.window_from_anchor else queries
-        # Counted from the anchor: so many context entries; from a slot: so many entries, its own among them.
+        # A window from the anchor counts context entries. A window from a slot counts its own entry, too.
         reach = window + 1 if spec.window_from_anchor else window
         is_seen = is_seen & (ends - context_positions[:, None] < reach)
         if not spec.window_from_anchor:
@@ -109,8 +110,8 @@ def _mask(
 
 
 def halves_of_pairs(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of attention heads whose RoPE pairs lie next to each other, in the order of RoPE of two halves. As queries
-    and keys change their order alike, their products stay."""
+    """Rows of attention heads, reordered from interleaved RoPE pairs to RoPE of two halves. Queries and keys are
+    reordered alike, so their products stay the same."""
     if rows.dim() == 0 or len(rows) % head_dim:
         return rows  # the account of keys refuses it
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
@@ -191,7 +192,7 @@ class BlockLayer(nn.Module):
 
 
 class FeatureAdapter(nn.Module):
-    """Brings every feature of the target to the head's width (JetSpec's `hidden_dim_adapter`)."""
+    """Projects every feature of the target to the head's hidden size (JetSpec's `hidden_dim_adapter`)."""
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -234,25 +235,25 @@ class BlockHead(SharingHead[BlockSpec]):
         return self.fuse_joined(self.join(features))
 
     def join(self, features: Sequence[Float[Tensor, "B J Ht"]]) -> Float[Tensor, "B J W"]:
-        """Features, which may lie on several devices, side by side as the head takes them."""
+        """The concatenation of features, which may lie on several devices, on the head's device."""
         return torch.cat([feature.to(device=self.device, dtype=self.dtype) for feature in features], dim=-1)
 
     def fuse_joined(self, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B J H"]:
-        """The states of features that `join` has put side by side."""
+        """The states of features that `join` has concatenated."""
         if self.spec.adapts_features:
             features = joined.chunk(self.spec.num_features, dim=-1)
             joined = torch.cat([self.hidden_dim_adapter.proj(feature) for feature in features], dim=-1)
         return self.hidden_norm(finite(self.fc(joined)))
 
     def read(self, context: Float[Tensor, "B J H"], position_ids: Int[Tensor, "B J"], append: Append) -> None:
-        """Hands every layer's keys and values of context entries to `append`."""
+        """Computes keys and values of context entries in every layer, and calls `append` with them."""
         rotary = self.rotary(context, position_ids)
         for layer in self.layers:
             attention: Any = layer.self_attn
             append(attention.layer, *attention.keys_values(context, rotary))
 
     def block_ids(self, anchors: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
-        """Token ids of blocks: every anchor in front of masks."""
+        """Token ids of blocks: every anchor, then mask tokens."""
         ids = anchors.new_full((len(anchors), self.spec.block_size), self.spec.mask_token_id)
         ids[:, 0] = anchors
         return ids

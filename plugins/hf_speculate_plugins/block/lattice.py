@@ -1,4 +1,4 @@
-"""LiLiCorr: scores of the steps between the best tokens of neighbouring slots, all of a block found together.
+"""LiLiCorr: scores of pairs of tokens in neighbouring slots, computed for a whole block at once.
 
 Sources: LiLiCorr (arXiv:2608.20530), NVIDIA/Model-Optimizer, and SGLang 0.5.23 (`models/lilicorr.py`). The K best
 tokens of S slots are the cells of a lattice. A few layers of attention over all cells give every cell two unit vectors:
@@ -6,8 +6,8 @@ tokens of S slots are the cells of a lattice. A few layers of attention over all
     score(a, b) = logit_scale * <out(a), in(b)>,   of a token b after the token a of the slot before
     score(b)    = logit_scale * <out(anchor), in(b)>,   of a token b of the first slot
 
-The anchor is the state of the last context entry, the one before the root. The logits of a slot choose its cells and
-tell them how probable they are; they have no part in the scores.
+The anchor is the state of the last context entry, the one before the root. The logits of a slot choose its cells, and
+are features of the cells. They are not added to the scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..checkpoints import ConfigValues
 
 
 _NUM_FEATURES = 5  # facts about a cell's probability, see `LatticeHead.features`
-_MOST = 1 << 14  # more of anything than a lattice has
+_MOST = 1 << 14  # bound of every size in a config
 # ModelOpt names some modules by their places in a sequence.
 _PLACES = {
     r"feature_mlp\.0\.": "feature_norm.",
@@ -207,7 +207,7 @@ class LatticeHead(nn.Module):
         ranks = torch.arange(log_probs.shape[-1], device=log_probs.device, dtype=torch.long)
         of_rank = ranks / max(len(ranks) - 1, 1), (ranks == 0).float()
         alone = log_probs, log_probs.exp(), log_probs - log_probs[..., :1]
-        return torch.stack([*alone, *(each.expand_as(log_probs) for each in of_rank)], dim=-1)
+        return torch.stack([*alone, *(feature.expand_as(log_probs) for feature in of_rank)], dim=-1)
 
     def _bias(self) -> Float[Tensor, "heads N N"]:
         """The bias of attention between cells: a value for the distance of their slots, and one within a slot."""

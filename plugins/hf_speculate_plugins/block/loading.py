@@ -3,7 +3,7 @@
 Sources: the files written by z-lab/dflash, hao-ai-lab/JetSpec, deepseek-ai/DeepSpec, sgl-project/SpecForge,
 NVIDIA/Model-Optimizer, vllm-project/speculators and llama.cpp, and SGLang's readers of LFM2.5's DSpark heads and of
 LiLiCorr. They share most names of tensors and differ in the config: where it lies, how layers of the target are
-counted, which slots propose, what sees what. All of that ends here, in one `BlockSpec`.
+counted, which slots propose, which entries a slot sees. This module makes one `BlockSpec` of all of them.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class BlockReading(HeadFiles[BlockSpec, BlockHead]):
         def renamed(name: str) -> str:
             ours = next((to + name.removeprefix(start) for start, to in _STARTS if name.startswith(start)), name)
             ours = plain_name(ours)
-            return name if ours in tensors else ours  # under both names: neither may get lost in silence
+            return name if ours in tensors else ours  # if a file has both names, the account must list both
 
-        found = {renamed(name): tensor for name, tensor in tensors.items()}
+        renamed_tensors = {renamed(name): tensor for name, tensor in tensors.items()}
         if spec is not None and spec.rope_interleaved:
-            rotated = {name: tensor for name, tensor in found.items() if _ROTATED.match(name)}
-            found |= {name: halves_of_pairs(rows, spec.head_dim) for name, rows in rotated.items()}
-        return found
+            rotated = {name: tensor for name, tensor in renamed_tensors.items() if _ROTATED.match(name)}
+            renamed_tensors |= {name: halves_of_pairs(rows, spec.head_dim) for name, rows in rotated.items()}
+        return renamed_tensors
 
     @classmethod
     def spec_of(cls, stated: HeadFacts, conventions: BlockConventions) -> BlockSpec:
@@ -292,7 +292,7 @@ def _visibility(stated: HeadFacts, keys: _Keys, num_layers: int) -> dict[str, An
         whole = keys.first_flag(*CAUSALITY)
         kinds = [*stated.layers.texts("layer_types"), *("full_attention",) * num_layers]
         slides = (window or kind == "sliding_attention" for window, kind in zip(windows, kinds, strict=False))
-        causal = tuple(bool(each) if whole is None else whole for each in slides)
+        causal = tuple(bool(is_sliding) if whole is None else whole for is_sliding in slides)
     if keys.flag("use_swa"):
         windows = (_modelopt_window(stated, keys),) * num_layers
     return {"windows": windows, "causal": causal, "window_from_anchor": keys.dialect == "speculators"}
@@ -324,11 +324,11 @@ def _logits(keys: _Keys) -> dict[str, Any]:
 def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
     """Markov head, confidence head, convolutions, selector."""
     shapes, has_confidence = stated.shapes, "confidence_head.proj.weight" in stated.shapes
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     if keys.dialect == "llama.cpp":  # its Markov heads are vanilla, and confidence heads see their codes
         if _MARKOV in shapes:
-            found |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
-        return found | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})
+            parts |= {"markov": "vanilla", "markov_rank": shapes[_MARKOV][1]}
+        return parts | ({"confidence": True, "confidence_with_markov": True} if has_confidence else {})
     if keys.method in ("domino", "xpress"):
         return _path_part(stated, keys)
     if keys.method == "lilicorr":
@@ -338,20 +338,20 @@ def _scoring_parts(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
     if rank.values.get("markov_rank"):
         if kind.text("markov_head_type") not in _MARKOV_KINDS:
             raise kind.wrong("markov_head_type", f"one of {', '.join(_MARKOV_KINDS)}")
-        found |= {"markov": kind.text("markov_head_type"), "markov_rank": rank.size("markov_rank")}
+        parts |= {"markov": kind.text("markov_head_type"), "markov_rank": rank.size("markov_rank")}
     if has_confidence or keys.flag("enable_confidence_head") or keys.flag("use_confidence_head"):
-        found |= {"confidence": True, "confidence_with_markov": keys.flag("confidence_head_with_markov")}
+        parts |= {"confidence": True, "confidence_with_markov": keys.flag("confidence_head_with_markov")}
     if keys.method == "dflash2":
-        found |= _sizes(stated, keys, "selector_rank", "selector_top_k", *_CONVOLUTIONS)
-    return found
+        parts |= _sizes(stated, keys, "selector_rank", "selector_top_k", *_CONVOLUTIONS)
+    return parts
 
 
 def _sizes(stated: HeadFacts, keys: _Keys, *names: str) -> dict[str, Any]:
     """Sizes of the convolutions, the last of which divides the head's width, and of other parts."""
-    found, width = {name: keys.place(name).size(name) for name in names}, stated.shapes["fc.weight"][0]
-    if width % found[names[-1]]:
+    sizes, width = {name: keys.place(name).size(name) for name in names}, stated.shapes["fc.weight"][0]
+    if width % sizes[names[-1]]:
         raise keys.place(names[-1]).wrong(names[-1], f"a divisor of the head's width, {width}")
-    return found
+    return sizes
 
 
 def _path_part(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
@@ -363,11 +363,11 @@ def _path_part(stated: HeadFacts, keys: _Keys) -> dict[str, Any]:
         if type(num_bare) is not int or not 0 <= num_bare <= most:
             raise place.wrong("pure_draft_prefix_len", f"an integer from 0 to {most}")
         sizes = {"gru_hidden_dim": size, "emb_dim": rank}
-        found: dict[str, Any] = {"markov": "domino", "gru_size": size, "num_bare_slots": num_bare}
+        parts: dict[str, Any] = {"markov": "domino", "gru_size": size, "num_bare_slots": num_bare}
     else:
         size = shapes[_REFINER][0]
         sizes = {"xpress_rank": rank, "xpress_mlp_ratio": size // rank}
-        found = {"markov": "xpress", "refiner_size": size}
+        parts = {"markov": "xpress", "refiner_size": size}
     for key, value in sizes.items():
         check_stated_size(keys.place(key), key, value)
-    return {**found, "markov_rank": rank}
+    return {**parts, "markov_rank": rank}

@@ -1,6 +1,6 @@
 """Parts of a one-pass head that correct a slot's logits by the tokens of the path before it.
 
-All end in a matrix of low rank, `bias = w2(inputs)`; they differ in what the inputs see of the path.
+All end in a matrix of low rank, `bias = w2(inputs)`. They differ in how much of the path the inputs depend on.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class MarkovHead(nn.Module):
         carried: Float[Tensor, "*N s"] | None = None,
         slot: int = 0,
     ) -> tuple[Float[Tensor, "*N r"], Tensor | None]:
-        """Inputs of `markov_w2`, and what these slots hand on along the path.
+        """Inputs of `markov_w2`, and the state for the next slot of the path.
 
         Args:
             states: the slots' states; for "xpress" those of `Refiner.features`.
             codes: codes of the tokens before them; for "domino" the embeddings of these tokens.
-            carried: values that the slots before them have handed on; None at the first slot.
+            carried: state from the slots before them; None at the first slot.
             slot: place of the slots in their block.
         """
         if self.kind == "gated":
@@ -83,8 +83,7 @@ class MarkovHead(nn.Module):
         return torch.lerp(new, state, torch.sigmoid(keep + old_keep))
 
     def bias(self, inputs: Float[Tensor, "... r"], columns: Int[Tensor, "*N M"] | None = None) -> Tensor:
-        """The bias after the tokens that `inputs` stand for: [..., Vd]; at some columns, of `inputs` [*N, P, r],
-        [*N, P, M]."""
+        """The bias for some inputs, [..., Vd]. With `columns` only at these, for `inputs` of [*N, P, r]: [*N, P, M]."""
         if columns is None:
             return self.markov_w2(inputs)
         return inputs @ self.rows(columns).mT
@@ -123,7 +122,7 @@ class Refiner(nn.Module):
     def forward(
         self, features: Float[Tensor, "*N F"], codes: Float[Tensor, "*N r"], carried: Tensor | None, slot: int
     ) -> tuple[Float[Tensor, "*N r"], Float[Tensor, "*N s"]]:
-        """`MarkovHead.inputs`; the slots before hand on their `x`, side by side."""
+        """The result of `MarkovHead.inputs`. The state is the `x` of all slots so far, concatenated."""
         own = self.in_proj(torch.cat([features, codes], dim=-1))
         path = own if carried is None else torch.cat([carried, own], dim=-1)
         mixed = own + (path.unflatten(-1, (slot + 1, -1)) * self.mix_l[:, slot, : slot + 1].mT).sum(-2)

@@ -163,7 +163,7 @@ class BlockFiles(BlockReading):
 
 
 def _causal_kinds(spec: BlockSpec) -> set[tuple[bool, bool]]:
-    """(has a window, is causal) of layers, without the pair that means nothing: neither."""
+    """The pairs (has a window, is causal) of the layers. Layers that have neither are left out: they need no key."""
     kinds = {(window is not None, causal) for window, causal in zip(spec.windows, spec.causal, strict=True)}
     return kinds - {(False, False)}
 

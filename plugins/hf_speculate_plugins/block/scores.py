@@ -1,7 +1,7 @@
-"""Scores of every node that a tree of a block could have: those of its slot, and the part of the path before it.
+"""Scores of the nodes of a block's tree: the scores of a node's slot, and a part that depends on its path.
 
-The noise of a step belongs to the step, not to the path: it is added before candidates are chosen. A Markov head's bias
-comes before temperature and cuts, the noise after them.
+Noise belongs to a step, not to a path, so candidates are chosen with it. A Markov head's bias is added before
+temperature and cuts, the noise after them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from hf_speculate.drafting import DraftState, Warpers, warped
 from hf_speculate.transfers import to_device
 
 from ..heads import LoadedHead
-from ..trees import Shares, slot_scores, slot_shares
+from ..trees import ChildLogProbs, slot_log_probs, slot_scores
 from .head import BlockHead
 from .spec import BlockOptions, BlockSpec
 
 
-# Tokens of a slot that are scored after tokens of the slot before. Noise lifts tokens from far below.
+# Number of a slot's tokens that are scored after tokens of the slot before. Sampled requests need more, because noise
+# raises improbable tokens.
 _CANDIDATES, _SAMPLED_CANDIDATES = 64, 256
-_CUT = -1e5  # below everything that is not cut, and small enough for float32 to keep an order
+_CUT = -1e5  # puts cut tokens below all others, and is small enough for float32 to keep their order
 
 
 class BlockRequest(NamedTuple):
@@ -86,8 +87,13 @@ class BlockScores:
         features: Float[Tensor, "B D F"] | None = None,
         carried: Float[Tensor, "B 1 s"] | None = None,
     ):
-        """`features` are what the Markov head sees of the slots, None: their states; `carried` is what it has at the
-        first one that proposes."""
+        """Scores the slots by themselves.
+
+        Args:
+            states: states of the slots that propose.
+            features: the slots' features for the Markov head; None takes their states.
+            carried: state of the Markov head at the first slot that proposes; None if there is none.
+        """
         self._head, self._request, self._carried = head, request, carried
         self._states = states if features is None else features
         self._logits = head.logits(states)
@@ -98,7 +104,7 @@ class BlockScores:
             part = head.candidate_selector if head.spec.selector_rank else head.markov_head
             self._rows = part.rows(self.candidates)
             self._noise = None if request.log_noise is None else request.log_noise.gather(-1, self.candidates)
-            # Tokens that are not candidates, together.
+            # The total of all tokens that are not candidates.
             self._others = self.ranked.scatter(-1, self.candidates, -torch.inf).logsumexp(-1, keepdim=True)
 
     @classmethod
@@ -116,26 +122,26 @@ class BlockScores:
             features = features[:, first : first + depth]
         return cls(head, request, states, features, carried)
 
-    def shares(self) -> Shares:
+    def child_log_probs(self) -> ChildLogProbs:
         """The function that `best_tree` calls for every level."""
         if self._head.spec.scores_pairs:
             return self._after_parents
-        return slot_shares(self.ranked, self._request.target_ids, self._request.width)
+        return slot_log_probs(self.ranked, self._request.target_ids, self._request.width)
 
     def following(
         self, depth: int, token_ids: Int[Tensor, "B W"], carried: Float[Tensor, "B W _"] | None = None
     ) -> tuple[Float[Tensor, "B W M"], Float[Tensor, "B W _"] | None]:
-        """Log-probabilities of a slot's candidates after tokens of the slot before, and what these tokens hand on along
+        """Log-probabilities of a slot's candidates after tokens of the slot before, and the state for the next slot of
         the path (`MarkovHead.inputs`).
 
         Args:
-            carried: values that the tokens before them have handed on; None at the first slot, or without any.
+            carried: state from the slots before; None at the first slot, or if there is none.
         """
         inputs, carried = self._inputs(depth, token_ids, carried)
         scores = self._drawn(depth, self._alone[:, depth, None] + inputs @ self._rows[:, depth].mT)
         if self._head.spec.selector_rank:
             return scores.log_softmax(-1), carried
-        # Other tokens of the vocabulary keep what the slot alone gives them.
+        # All other tokens of the vocabulary keep the scores of the slot alone.
         others = self._others[:, depth, None]
         return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), others), carried
 
@@ -146,7 +152,7 @@ class BlockScores:
     def _candidates(self) -> Int[Tensor, "B D M"]:
         ranked = self.ranked
         if self._request.log_noise is not None:
-            # The token before may bring back a token that the request cuts by the slot alone.
+            # A token that is cut by the scores of the slot alone may be allowed after another token.
             alone = self._logits[..., : ranked.shape[-1]].float()
             ranked = torch.where(ranked.isfinite(), ranked, alone + _CUT)
         count = _num_candidates(self._head.spec, samples=self._request.log_noise is not None)
@@ -166,14 +172,14 @@ class BlockScores:
         return head.markov_head.inputs(states, head.codes(token_ids), carried, depth + head.spec.first_slot)
 
     def _after_parents(self, depth: int, token_ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """The `Shares` of a head that scores pairs."""
+        """The `ChildLogProbs` of a head that scores pairs."""
         carried = self._carried
         if depth and carried is not None:
             carried = carried.gather(1, previous[..., None].expand(-1, -1, carried.shape[-1]))
         scores, self._carried = self.following(depth, token_ids, carried)
-        shares, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
+        log_probs, places = scores.topk(min(self._request.width, scores.shape[-1]), dim=-1)
         columns = self.candidates[:, depth, None].expand_as(scores).gather(-1, places)
-        return shares, self.to_target(columns)
+        return log_probs, self.to_target(columns)
 
 
 class LatticeScores(BlockScores):

@@ -1,6 +1,6 @@
 """Forwards of a block session, plain and compiled: read the context of a round, draft the tree of a block.
 
-Compiled, both are one graph. It is as deep as the options allow; a tree that is to be less deep is a part of its tree.
+Compiled, both are one graph, as deep as the options allow. A less deep tree is a part of its tree.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hf_speculate.tree import DraftTree
 
 from ..heads import (
     CapturedForwards,
+    HeadCache,
     LoadedHead,
     Place,
-    Reading,
     form_of,
     log_noise_of,
     request_inputs,
@@ -41,23 +41,25 @@ class PlainSteps:
         last: state of each row's last context entry [B, H]. Only heads with a lattice keep it up to date.
     """
 
-    def __init__(self, loaded: LoadedHead[BlockHead], reading: Reading, options: BlockOptions, last: Tensor):
-        self._loaded, self._reading, self._options, self.last = loaded, reading, options, last
+    def __init__(self, loaded: LoadedHead[BlockHead], head_cache: HeadCache, options: BlockOptions, last: Tensor):
+        self._loaded, self._head_cache, self._options, self.last = loaded, head_cache, options, last
 
     @torch.no_grad()
     def context(self, features: Sequence[Float[Tensor, "B J Ht"]], lengths: Sequence[int]) -> None:
         """Commits the features of the first `lengths[r]` tokens of each row."""
-        positions = self._reading.positions_at(torch.arange(features[0].shape[1], dtype=torch.long, device="cpu")[None])
+        positions = self._head_cache.positions_at(
+            torch.arange(features[0].shape[1], dtype=torch.long, device="cpu")[None]
+        )
         head = self._loaded.head
-        states = append_context(head, self._reading.cache.cache, head.join(features), positions)
+        states = append_context(head, self._head_cache.tree_cache.cache, head.join(features), positions)
         if head.spec.lattice is not None:
             self.last = last_states(
                 states, to_device(torch.tensor(lengths, dtype=torch.long, device="cpu"), head.device), self.last
             )
-        self._reading.keep(lengths)
+        self._head_cache.keep(lengths)
 
     def settle(self) -> None:
-        """Commits the features that wait for the next draft; none do."""
+        """Commits the features that wait for the next draft; here none wait."""
 
     @torch.no_grad()
     def tree(self, state: DraftState, depth: int, before: Int[Tensor, " B"] | None = None) -> DraftTree:
@@ -65,29 +67,29 @@ class PlainSteps:
         `before` see `BlockRequest`."""
         head, request = self._loaded.head, BlockRequest.of(self._loaded, self._options, state, depth)
         request = request._replace(before=before, last=self.last)
-        shares_of = BlockScores.of_block(head, request, self.slots(request.anchors), depth).shares()
-        return best_tree(request.anchors, shares_of, depth=depth, max_nodes=self._options.max_nodes)
+        log_probs_of = BlockScores.of_block(head, request, self.slots(request.anchors), depth).child_log_probs()
+        return best_tree(request.anchors, log_probs_of, depth=depth, max_nodes=self._options.max_nodes)
 
     @torch.no_grad()
     def slots(self, anchors: Int[Tensor, " B"]) -> Float[Tensor, "B S H"]:
         """States of all slots after the entries that were read."""
         head = self._loaded.head
-        positions, masks = block_place(head, self._reading)
-        return head(head.block_ids(anchors), positions, head.attention(self._reading.cache.cache, masks))
+        positions, masks = block_place(head, self._head_cache)
+        return head(head.block_ids(anchors), positions, head.attention(self._head_cache.tree_cache.cache, masks))
 
 
 @torch.no_grad()
-def read_prompt(head: BlockHead, reading: Reading, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B H"]:
+def read_prompt(head: BlockHead, head_cache: HeadCache, joined: Float[Tensor, "B J W"]) -> Float[Tensor, "B H"]:
     """Commits the prompt's features; the state of the last. Prompts have many lengths: this is never compiled."""
-    states = append_context(head, reading.cache.cache, joined, reading.prompt_positions)
-    reading.keep_all()
+    states = append_context(head, head_cache.tree_cache.cache, joined, head_cache.prompt_positions)
+    head_cache.keep_all()
     return states[:, -1].clone()
 
 
-def block_place(head: BlockHead, reading: Reading) -> Place:
+def block_place(head: BlockHead, head_cache: HeadCache) -> Place:
     """Positions and masks of the slots of a block after the entries that were read."""
-    positions = reading.positions_at(torch.arange(head.spec.block_size, dtype=torch.long, device="cpu")[None])
-    return positions, block_masks(head.spec, positions, reading.entry_positions(), reading.visible(), head.dtype)
+    positions = head_cache.positions_at(torch.arange(head.spec.block_size, dtype=torch.long, device="cpu")[None])
+    return positions, block_masks(head.spec, positions, head_cache.entry_positions(), head_cache.visible(), head.dtype)
 
 
 def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Tensor) -> Float[Tensor, "B J H"]:
@@ -131,8 +133,8 @@ def block_draft(
     log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
     log_noise = None if log_noise is None else log_noise.transpose(0, 1)
     request = BlockRequest(target_ids, top_k, anchors, log_noise, warpers, before, *last)
-    shares_of = BlockScores.of_block(head, request, slots, depth).shares()
-    tree = best_tree(anchors, shares_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
+    log_probs_of = BlockScores.of_block(head, request, slots, depth).child_log_probs()
+    tree = best_tree(anchors, log_probs_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
     assert isinstance(tree.parents, Tensor)
     assert tree.values is not None
     return tree.token_ids, tree.parents, tree.values, *last
@@ -215,13 +217,13 @@ class CapturedSteps(CapturedForwards):
             self.settle()
             return self._plain.tree(state, depth, before)
         if self._pending is not None:
-            self._reading.cache.has_moved = True
-            self._reading.keep(self._pending[1])
+            self._head_cache.tree_cache.has_moved = True
+            self._head_cache.keep(self._pending[1])
             self._pending = None
         tree, last = result[:3], result[3:]
         if last:  # the next call overwrites it
             self._plain.last = last[0].clone()
-        tokens, parents, values = (each[:, : 1 + _num_scored(depth, top_k, max_nodes)] for each in tree)
+        tokens, parents, values = (part[:, : 1 + _num_scored(depth, top_k, max_nodes)] for part in tree)
         return DraftTree(tokens, parents, max_depth=depth, values=values)
 
     @property
@@ -233,9 +235,9 @@ class CapturedSteps(CapturedForwards):
         self, buffers: Buffers, state: DraftState, depth: int, capacity: int, before: Tensor | None
     ) -> dict[str, Tensor]:
         """The inputs of `block_draft`, in buffers."""
-        head, reading, roots = self._head, self._reading, state.root_ids.tolist()
+        head, head_cache, roots = self._head, self._head_cache, state.root_ids.tolist()
         features, counts = self._pending or ((), [0] * len(roots))
-        of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, roots, strict=True)
+        of_rows = zip(head_cache.tree_cache.lengths, head_cache.next_positions(), counts, roots, strict=True)
         earlier = roots if before is None else before.tolist()
         plan = buffers.tensor("plan", (len(roots), 6), torch.long, head.device)
         return {

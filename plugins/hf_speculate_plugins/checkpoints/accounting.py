@@ -40,7 +40,7 @@ class LoadReport:
 
 
 class KeyAccount:
-    """The books of one load: every tensor is taken, shared or ignored with a reason, or the load fails.
+    """The account of one load: every tensor is taken, shared or ignored with a reason, or the load fails.
 
         keys = KeyAccount(checkpoint, "EAGLE-3, SafeAILab layout")
         weight = keys.take("fc.weight", (hidden, None))       # None: any size
@@ -116,8 +116,8 @@ class KeyAccount:
         self._raise(("missing", self._missing), ("wrong", self._misshapen), ("unknown", unknown))
         return LoadReport(self._source, tuple(self._used), self._shared, self._ignored, self._absent)
 
-    def _raise(self, *found: tuple[str, list[str]]) -> None:
-        problems = [f"{title}: {listed(names)}" for title, names in found if names]
+    def _raise(self, *groups: tuple[str, list[str]]) -> None:
+        problems = [f"{title}: {listed(names)}" for title, names in groups if names]
         if problems:
             raise CheckpointError(f"{self._source} does not have the tensors of that layout. {'; '.join(problems)}.")
 

@@ -228,11 +228,11 @@ def _attention_sizes(shapes: Shapes, layer_config: ConfigValues) -> dict[str, in
     return {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
 
-def check_stated_size(config: ConfigValues, key: str, found: int) -> None:
+def check_stated_size(config: ConfigValues, key: str, size: int) -> None:
     """Raises `CheckpointError` if the config states another size than `found`, that of the weights."""
-    if key in config and (stated := config.size(key)) != found:
+    if key in config and (stated := config.size(key)) != size:
         raise CheckpointError(
-            f"{config.where}: {key} in {config.file} is {stated}, that of the weights {found}: they do not belong "
+            f"{config.where}: {key} in {config.file} is {stated}, that of the weights {size}: they do not belong "
             "together, or one of them was changed."
         )
 

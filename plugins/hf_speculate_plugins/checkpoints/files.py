@@ -74,8 +74,8 @@ def weight_files(folder: str) -> list[str]:
     """The files that hold the weights, shards of an index in order; raises `CheckpointError` if there are none."""
     name = known_weight_file(folder)
     if name is None:
-        found = file_names(folder) if os.path.isdir(folder) else "no such folder"
-        raise CheckpointError(f"no weights in {folder} (looked for {', '.join(WEIGHT_FILES)}); found: {found}.")
+        listing = file_names(folder) if os.path.isdir(folder) else "no such folder"
+        raise CheckpointError(f"no weights in {folder} (looked for {', '.join(WEIGHT_FILES)}); found: {listing}.")
     if not name.endswith(".index.json"):
         return [name]
     shards = sorted(set(read_index(os.path.join(folder, name)).values()))
@@ -174,7 +174,7 @@ def write_checkpoint(
 
         return write_head(folder, file, tensors, config, **of_gguf)
     # Copies with storages of their own: a view would be saved with everything that it is a view of.
-    copies = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
     def write(path: str) -> None:
         if file.endswith(".safetensors"):
@@ -329,22 +329,22 @@ def tensor_shapes(folder: str, *, strip: Sequence[str] = WRAPPERS) -> dict[str, 
         return {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        found = shapes_in(os.path.join(folder, file))
-        shapes.update((strip_prefixes(name, strip), shape) for name, shape in found.items())
+        file_shapes = shapes_in(os.path.join(folder, file))
+        shapes.update((strip_prefixes(name, strip), shape) for name, shape in file_shapes.items())
     return shapes
 
 
 def read_named(path: str, names: Collection[str]) -> dict[str, Tensor]:
     """Tensors of a weight file by name, on the CPU; names that it does not hold are left out."""
-    found = {name: load() for name, load in named_loaders(path) if name in names}
-    check_finite(path, found)
-    return found
+    tensors = {name: load() for name, load in named_loaders(path) if name in names}
+    check_finite(path, tensors)
+    return tensors
 
 
 def read_tensor(path: str, name: str) -> Tensor:
     """One tensor of a weight file, on the CPU; raises `CheckpointError` if it is not there (see `read_checkpoint`)."""
-    for found, load in named_loaders(path):
-        if found == name:
+    for stored_name, load in named_loaders(path):
+        if stored_name == name:
             tensor = load()
             check_finite(path, {name: tensor})
             return tensor
@@ -359,6 +359,6 @@ def read_config(folder: str) -> dict[str, Any]:
 
 def strip_prefixes(name: str, prefixes: Sequence[str]) -> str:
     """`name` without any of `prefixes` in front, however many there are."""
-    while found := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
-        name = name[len(found) :]
+    while matching := next((prefix for prefix in prefixes if name.startswith(prefix)), None):
+        name = name[len(matching) :]
     return name

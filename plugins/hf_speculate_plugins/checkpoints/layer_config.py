@@ -85,19 +85,19 @@ def _check_windows(place: ConfigValues, defaults: dict[str, Any]) -> None:
 
 def rope_of(layer_config: ConfigValues) -> dict[str, Any]:
     """RoPE parameters from either place: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    found = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
-    if isinstance(found.get("full_attention"), dict):  # one set of parameters a layer type
-        if "sliding_attention" in layer_config.texts("layer_types") and len({str(v) for v in found.values()}) > 1:
+    rope = {**layer_config.inner("rope_scaling").values, **layer_config.inner("rope_parameters").values}
+    if isinstance(rope.get("full_attention"), dict):  # one set of parameters per layer type
+        if "sliding_attention" in layer_config.texts("layer_types") and len({str(v) for v in rope.values()}) > 1:
             raise layer_config.wrong("rope_parameters", "the same RoPE for all layers")
-        found = dict(found["full_attention"])
-    parameters = ConfigValues(layer_config.where, found, "rope_parameters.")
+        rope = dict(rope["full_attention"])
+    parameters = ConfigValues(layer_config.where, rope, "rope_parameters.")
     rope_type = parameters.text("rope_type") or parameters.text("type") or "default"
     if rope_type == "mrope":  # three equal position ids for text: plain RoPE
-        found, rope_type = {key: found[key] for key in ("rope_theta",) if key in found}, "default"
+        rope, rope_type = {key: rope[key] for key in ("rope_theta",) if key in rope}, "default"
     theta = parameters.number("rope_theta", 0.0) or layer_config.number("rope_theta", 0.0)
     theta = theta or layer_config.number("default_rope_theta", 0.0)
-    found = {key: value for key, value in found.items() if key != "type"}
-    return {**found, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
+    rope = {key: value for key, value in rope.items() if key != "type"}
+    return {**rope, "rope_type": rope_type, "rope_theta": float(theta or 10000.0)}
 
 
 def windows_of(layer_config: ConfigValues, num_layers: int) -> tuple[int | None, ...]:

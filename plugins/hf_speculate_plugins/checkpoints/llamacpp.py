@@ -2,8 +2,8 @@
 
 Sources: llama.cpp's converter and loader of the architectures "eagle3" and "dflash" (October 2026, b11434). A file
 becomes tensors under the names of our modules and a flat config, and back. Rows of queries and keys that llama.cpp
-keeps in pairs are put in order, and `d2t` of target ids becomes `d2t` of offsets. Which heads llama.cpp can run is for
-the methods to say.
+keeps in pairs are put in order, and `d2t` of target ids becomes `d2t` of offsets. The methods decide which heads
+llama.cpp can run.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def head_shapes(path: str) -> dict[str, tuple[int, ...]]:
     file = read_header(path)
     if Metadata(file).get("general.architecture", str) not in _ARCHITECTURES:
         return {}
-    found = {_ours(file, name): entry.shape for name, entry in file.tensors.items()}
-    return {name: shape for name, shape in found.items() if name != ROPE_FACTORS}
+    shapes = {_ours(file, name): entry.shape for name, entry in file.tensors.items()}
+    return {name: shape for name, shape in shapes.items() if name != ROPE_FACTORS}
 
 
 def read_head(path: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Matrix]]:
@@ -209,7 +209,7 @@ def write_head(
     if target and _HUB_ID.fullmatch(target) and not os.path.exists(target):
         metadata |= {"general.base_model.count": 1, "general.base_model.0.repo_url": f"{_HUB}{target}"}
     stored = {
-        _theirs(name, ours): _as_stored(name, ours, each, config) for ours, each in tensors.items() if ours != "t2d"
+        _theirs(name, ours): _as_stored(name, ours, tensor, config) for ours, tensor in tensors.items() if ours != "t2d"
     }
     if factors is not None:
         stored[ROPE_FACTORS] = factors
@@ -263,10 +263,10 @@ def _theirs(architecture: str, name: str) -> str:
     known = _ARCHITECTURES[architecture]
     match = _LAYER.match(name)
     names, key, prefix = (known.layers, match[3], f"blk.{match[2]}.") if match else (known.top, name, "")
-    found = next((theirs for theirs, ours in names.items() if ours == key), None)
-    if found is None:
+    their_name = next((theirs for theirs, ours in names.items() if ours == key), None)
+    if their_name is None:
         raise CheckpointError(f"llama.cpp's {architecture} files have no place for the tensor {name}.")
-    return f"{prefix}{found}"
+    return f"{prefix}{their_name}"
 
 
 def _heads(architecture: str, name: str, config: Mapping[str, Any]) -> int | None:

@@ -158,8 +158,8 @@ def _mean_cosine(own: Tensor, theirs: nn.Module) -> float:
     """Mean cosine of rows of a matrix and an embedding module's. The module is called, for it may be offloaded."""
     rows = torch.linspace(0, own.shape[0] - 1, min(own.shape[0], 1024), dtype=torch.float32, device="cpu").long()
     device = next(theirs.parameters()).device
-    found = theirs(rows if device.type == "meta" else rows.to(device))
-    return float(torch.cosine_similarity(own[rows].float(), found.float().cpu(), dim=-1).mean().detach())
+    their_rows = theirs(rows if device.type == "meta" else rows.to(device))
+    return float(torch.cosine_similarity(own[rows].float(), their_rows.float().cpu(), dim=-1).mean().detach())
 
 
 logger = get_logger(__name__)

@@ -146,11 +146,11 @@ class LoadedTarget(TargetFiles):
             return super().vocabulary(vocab_size)
         from hf_speculate_gguf import read_header, vocabulary_of
 
-        found = vocabulary_of(read_header(path))
-        count = len(found.get("tokenizer.ggml.tokens", ()))
+        metadata = vocabulary_of(read_header(path))
+        count = len(metadata.get("tokenizer.ggml.tokens", ()))
         if count != vocab_size:
             raise CheckpointError(f"the tokenizer in {path} has {count} tokens, and the head knows {vocab_size}.")
-        return found
+        return metadata
 
     @property
     def _tokenizer_name(self) -> str:

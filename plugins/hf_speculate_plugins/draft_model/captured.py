@@ -197,7 +197,8 @@ class CapturedDrafts:
 
     def __init__(self, scorer: Scorer, request: DraftRequest, options: DraftModelOptions, prompt_mask: Tensor | None):
         assert request.graph_runner is not None
-        sizes = (each.config.get_text_config(decoder=True).vocab_size for each in (scorer.model, request.target))
+        models = scorer.model, request.target
+        sizes = (model.config.get_text_config(decoder=True).vocab_size for model in models)
         self._scorer, self._runner, self._options = scorer, request.graph_runner, options
         self._prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._vocab_size = min(sizes)
@@ -238,7 +239,7 @@ class CapturedDrafts:
             return None
         scorer.cache.has_moved = True
         scorer.cache.keep([range(len(tokens)) for tokens in new])
-        tokens, parents, values = (each[:, : 1 + num_candidates(depth, top_k)] for each in result)
+        tokens, parents, values = (part[:, : 1 + num_candidates(depth, top_k)] for part in result)
         if top_k == 1:
             return DraftTree.chain(tokens, values)
         return DraftTree(tokens, parents, max_depth=depth, values=values)

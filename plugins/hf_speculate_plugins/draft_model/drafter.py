@@ -68,12 +68,12 @@ def load_model(folder: str, target: GenerativeModel) -> GenerativeModel:
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=target.dtype, trust_remote_code=False, output_loading_info=True
         )
-        loaded, found = loading
+        loaded, loading_info = loading
     except CheckpointError:
         raise
     except Exception as error:  # configs and files of models are wrong in more ways than transformers has errors
         raise CheckpointError(f"cannot load a draft model from {folder}: {error}") from error
-    if missing := sorted(found["missing_keys"]):  # transformers would draft with random ones
+    if missing := sorted(loading_info["missing_keys"]):  # transformers would draft with random ones
         raise CheckpointError(f"{folder}: config.json announces weights that the files lack: {listed(missing, 4)}.")
     return loaded.to(target.device)
 
@@ -89,9 +89,9 @@ def _check_kind(folder: str) -> None:
         )
     if "model_type" not in read_config(folder):
         files = file_names(folder)
-        found = "its config.json has no model_type" if "config.json" in files else "it has no config.json"
+        reason = "its config.json has no model_type" if "config.json" in files else "it has no config.json"
         raise CheckpointError(
-            f"{folder} is not a draft model: {found}. Give the folder of a causal LM, a Hub id or a GGUF file. Files "
+            f"{folder} is not a draft model: {reason}. Give the folder of a causal LM, a Hub id or a GGUF file. Files "
             f"there: {listed(files, 6) or 'none'}."
         )
 
@@ -213,7 +213,8 @@ class DraftModelDrafter(Drafter):
                 )
 
     def _check_smaller(self, target: GenerativeModel) -> None:
-        """Raises `TargetMismatchError` for the target itself, or equal weights in no fewer bytes: that never pays."""
+        """Raises `TargetMismatchError` for the target itself, and for equal weights that are not smaller: such a draft
+        model is never faster."""
         ours, theirs = unwrap(self.model), unwrap(target)
         sizes = [model.get_memory_footprint(return_buffers=False) for model in (ours, theirs)]
         if ours is not theirs and (sizes[0] < sizes[1] or not _has_same_weights(ours, theirs)):

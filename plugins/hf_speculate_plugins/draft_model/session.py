@@ -16,7 +16,7 @@ from hf_speculate.target import GenerativeModel, num_positions, supported_shape,
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..trees import Frontier, grow_tree, log_shares
+from ..trees import Frontier, best_log_probs, grow_tree
 from .captured import captured_drafts
 from .options import DraftModelOptions
 
@@ -24,9 +24,9 @@ from .options import DraftModelOptions
 class DraftModelSession(DraftSession):
     """The draft model's cache, and the tokens in it.
 
-    `_texts[r]` are the committed tokens after the prompt (root last), `_cached[r]` those in the cache after the prompt,
-    which may end in rejected drafts. The common beginning stays, the rest is fed again. So to take back a draft made
-    ahead in vain, it is enough to take back its text.
+    `_texts[r]` are the committed tokens after the prompt (root last). `_cached[r]` are the tokens in the cache after
+    the prompt, which may end in rejected drafts. The common prefix stays in the cache, and the rest runs again. So to
+    undo a draft that was made ahead, it is enough to restore its text.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DraftModelSession(DraftSession):
         num_prompt, self._has_text = prompt.shape[1], text is not None
         self.cache = self._resumed(text) or TreeCache(cache, batch_size)
         self.scorer = Scorer(self.model, self.cache, mask, shape)
-        # The target may know tokens that the draft model lacks (rows of padding, as a rule): any other stands for them.
+        # The target may have tokens that the draft model lacks, usually padding rows. Any other token replaces them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
         self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
         self._recorded = captured_drafts(self.scorer, request, options, mask)
@@ -179,7 +179,7 @@ class DraftModelSession(DraftSession):
         self.cache.commit_appended()
 
     def close(self) -> None:
-        """Leaves the cache to the next turn."""
+        """Stores the cache for the next turn of the conversation."""
         if self._has_text and self._has_read_prompt and self._target_cache is not None:
             self._note_chain()
             self.cache.restore()
@@ -215,15 +215,15 @@ class DraftModelSession(DraftSession):
         values = [torch.zeros(len(columns[0]), device=logits.device, dtype=torch.float32)]
         path = [[0] if row in self.cache.rows else [] for row in range(len(self._texts))]
         for level in range(depth):
-            if level and not state.goes_on(values[-1][:, None]):
+            if level and not state.should_continue(values[-1][:, None]):
                 break
             if level:
                 output = self.scorer(DraftTree.root_only(columns[-1]), [p + level - 1 for p in self._positions])
                 self.cache.keep(path)
                 logits = self._logits(output)[:, 0]
-            shares, best = log_shares(state.child_scores(logits[:, None], depth=level)[:, 0], 1)
+            log_probs, best = best_log_probs(state.child_scores(logits[:, None], depth=level)[:, 0], 1)
             columns.append(best[:, 0])
-            values.append(values[-1] + shares[:, 0])
+            values.append(values[-1] + log_probs[:, 0])
         chain = DraftTree.chain(torch.stack(columns, dim=1), torch.stack(values, dim=1))
         self._run_chain = list(self.cache.rows), chain
         return self._run_chain[1]
@@ -249,7 +249,7 @@ class DraftModelSession(DraftSession):
             depth=depth,
             top_k=self.options.top_k,
             max_nodes=self.options.max_nodes,
-            goes_on=state.goes_on,
+            should_continue=state.should_continue,
         )
         self.cache.restore()
         return tree

@@ -196,14 +196,14 @@ class CapturedSteps(CapturedForwards):
 
     def entries(self, token_ids: Tensor, states: Tensor) -> Tensor:
         count = token_ids.shape[1]
-        positions, masks = self._reading.next_place(count)
+        positions, masks = self._head_cache.next_place(count)
         plain = partial(self._plain.entries, token_ids, states)
         inputs, width = (states, token_ids, positions), self._options.depth + 1
         return self.append(eagle_entries, width, inputs, masks, plain)[:, :count]
 
     def level(self, token_ids: Tensor, states: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor]:
         count = token_ids.shape[1]
-        positions, masks = self._reading.node_place(plan, count)
+        positions, masks = self._head_cache.node_place(plan, count)
         plain = partial(self._plain.level, token_ids, states, plan)
         inputs = states, token_ids, positions
         width = self._options.depth - 1 if self._head.spec.parallel else self._options.width(samples=True)
@@ -212,7 +212,7 @@ class CapturedSteps(CapturedForwards):
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
         """A dynamic tree in one graph; for heads with windows, one graph a level."""
-        if self._reading.has_windows:
+        if self._head_cache.has_windows:
             return tree_of_levels(self._loaded, self.level, root, state, size)
         return self._drawn(None, root, state, size) or self._plain.tree(root, state, size)
 
@@ -220,7 +220,7 @@ class CapturedSteps(CapturedForwards):
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         """The entries and the tree in one graph."""
-        if self._reading.has_windows or pending[0].shape[1] > self._num_entries or root is None:
+        if self._head_cache.has_windows or pending[0].shape[1] > self._num_entries or root is None:
             return None
         tree = self._drawn(pending, root, state, size)
         return None if tree is None else (tree, self._root)
@@ -243,10 +243,10 @@ class CapturedSteps(CapturedForwards):
         if result is None:
             return None
         if pending is not None:
-            self._reading.cache.has_moved = True
-            self._reading.keep(pending[2])
+            self._head_cache.tree_cache.has_moved = True
+            self._head_cache.keep(pending[2])
         count = 1 + num_candidates(size.depth, min(size.width, head.spec.draft_vocab_size))
-        tokens, parents, values = (each[:, :count] for each in result)
+        tokens, parents, values = (part[:, :count] for part in result)
         return DraftTree(tokens, parents, max_depth=size.depth, values=values)
 
     def _draft_keys(self, pending: Pending | None, batch_size: int, state: DraftState, size: TreeSize) -> list[Any]:
@@ -265,7 +265,7 @@ class CapturedSteps(CapturedForwards):
         self, key: tuple[Any, ...], pending: Pending | None, root: Tensor, state: DraftState, depth: int
     ) -> tuple[Any, ...]:
         """The arguments of `eagle_draft`, its inputs in buffers."""
-        (batch_size, capacity, shape, num_read), head, reading = key[:4], self._head, self._reading
+        (batch_size, capacity, shape, num_read), head, head_cache = key[:4], self._head, self._head_cache
         stacks, buffers = self.place(batch_size, capacity)
         tokens, features, counts = pending or (
             torch.zeros(batch_size, 0, dtype=torch.long, device="cpu"),
@@ -273,7 +273,9 @@ class CapturedSteps(CapturedForwards):
             [0] * batch_size,
         )
         missing = [0] * (num_read - tokens.shape[1])
-        of_rows = zip(reading.cache.lengths, reading.next_positions(), counts, state.root_ids.tolist(), strict=True)
+        of_rows = zip(
+            head_cache.tree_cache.lengths, head_cache.next_positions(), counts, state.root_ids.tolist(), strict=True
+        )
         rows = [[*of_row, depth, *entries, *missing] for of_row, entries in zip(of_rows, tokens.tolist(), strict=True)]
         plan = buffers.tensor(("plan", num_read), (batch_size, _TOKENS + num_read), torch.long, head.device)
         self._root = buffers.tensor("root", root.shape, root.dtype, head.device)
@@ -293,8 +295,8 @@ class CapturedSteps(CapturedForwards):
         """The features in one buffer for `num_read` entries. What follows the real ones is left from earlier rounds."""
         if not features:
             return []
-        sources = [to_device(each, self._head.device) for each in features]
-        sizes = [each.shape[-1] for each in features]
+        sources = [to_device(feature, self._head.device) for feature in features]
+        sizes = [feature.shape[-1] for feature in features]
         shape = len(sources[0]), num_read, sum(sizes)
         placed = buffers.tensor(("features", num_read), shape, sources[0].dtype, self._head.device)
         torch.cat(sources, dim=-1, out=placed[:, : sources[0].shape[1]])

@@ -14,8 +14,8 @@ from hf_speculate.target import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..heads import HeadDrafter, HeadSession, LoadedHead, Reading
-from ..trees import best_tree, slot_scores, slot_shares, trimmed
+from ..heads import HeadCache, HeadDrafter, HeadSession, LoadedHead
+from ..trees import best_tree, slot_log_probs, slot_scores, trimmed
 from .captured import CapturedSteps
 from .head import EagleHead
 from .saving import EagleFiles
@@ -61,80 +61,80 @@ class EagleSession(HeadSession[Any]):
         head, states = self._loaded.head, [features[layer] for layer in self._layers]
         if self._text is not None:
             # Of the prompt's tokens only the last is new, see `DraftSession.observe`.
-            self._text += tokens[0, -1:].tolist() if self._reading is None else tokens[0, : int(lengths[0])].tolist()
-        if self._reading is None:
-            reading = self._begin(tokens)
-            self._steps = self._steps_behind(reading)
+            self._text += tokens[0, -1:].tolist() if self._head_cache is None else tokens[0, : int(lengths[0])].tolist()
+        if self._head_cache is None:
+            head_cache = self._begin(tokens)
+            self._steps = self._steps_over(head_cache)
             embeddings = head.prompt_embeddings(tokens, states)
-            self._root_hidden = read_prompt(head, reading, tokens, head.fuse(states), self._native, embeddings)
+            self._root_hidden = read_prompt(head, head_cache, tokens, head.fuse(states), self._native, embeddings)
             return
         self._read_pending()
         self._pending = (tokens, states, lengths.tolist())
 
     def draft(self, state: DraftState) -> DraftTree:
-        reading, steps = self._reading, self._steps
-        if reading is None or steps is None:
+        head_cache, steps = self._head_cache, self._steps
+        if head_cache is None or steps is None:
             raise RuntimeError("draft() before the first observe()")
         try:
             if self._loaded.spec.parallel:
                 return self._draft_parallel(state, steps, self._root())
             return self._draft_dynamic(state, steps)
         finally:
-            reading.drop()
+            head_cache.drop()
 
     def close(self) -> None:
         super().close()
         self._pending = self._root_hidden = None
 
-    def _left(self, reading: Reading) -> tuple[Reading, Pending | None]:
-        return reading, self._pending
+    def _carried_state(self, head_cache: HeadCache) -> tuple[HeadCache, Pending | None]:
+        return head_cache, self._pending
 
-    def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
-        reading, pending = left
+    def _resume(self, left: Any, num_alike: int, first: int, count: int) -> HeadCache | None:
+        head_cache, pending = left
         if pending is not None:
-            self._read(self._steps_behind(reading), reading, pending)
+            self._read(self._steps_over(head_cache), head_cache, pending)
         # The last entry pairs a feature of the last turn with the first token of this one.
-        return reading.resumed(first, count) if num_alike > first else None
+        return head_cache.resumed(first, count) if num_alike > first else None
 
-    def _steps_behind(self, reading: Reading) -> Steps:
+    def _steps_over(self, head_cache: HeadCache) -> Steps:
         native = self._native
         is_grown = not self._loaded.spec.parallel
-        if native is not None and is_grown and not reading.has_windows and native.current_ranking() is not None:
+        if native is not None and is_grown and not head_cache.has_windows and native.current_ranking() is not None:
             from .native import NativeSteps  # only sessions with a kernel need it
 
-            return NativeSteps(self._loaded, reading, native)  # not compiled: graphs of trees are slower
-        plain = PlainSteps(self._loaded, reading, native)
+            return NativeSteps(self._loaded, head_cache, native)  # not compiled: graphs of trees are slower
+        plain = PlainSteps(self._loaded, head_cache, native)
         if self._runner is None:
             return plain
-        return CapturedSteps(plain, self._loaded, reading, self.options, self._runner)
+        return CapturedSteps(plain, self._loaded, head_cache, self.options, self._runner)
 
     def _read_pending(self) -> None:
-        if self._reading is None or self._steps is None or self._pending is None:
+        if self._head_cache is None or self._steps is None or self._pending is None:
             return
         pending, self._pending = self._pending, None
-        hidden, lengths = self._read(self._steps, self._reading, pending), pending[2]
+        hidden, lengths = self._read(self._steps, self._head_cache, pending), pending[2]
         if 0 in lengths and self._root_hidden is not None:  # rows that have ended keep their root
             is_new = to_device(lengths, hidden.device)[:, None] > 0
             hidden = torch.where(is_new, hidden, self._root_hidden)
         self._root_hidden = hidden
 
     @torch.no_grad()
-    def _read(self, steps: Steps, reading: Reading, pending: Pending) -> Tensor:
+    def _read(self, steps: Steps, head_cache: HeadCache, pending: Pending) -> Tensor:
         """Commits pending entries; returns the states of the last entry of every row [B, Hd]."""
         token_ids, features, lengths = pending
         hidden = steps.entries(token_ids, self._loaded.head.fuse(features))
-        reading.keep(lengths)
+        head_cache.keep(lengths)
         last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
         return hidden[torch.arange(len(lengths), device=hidden.device, dtype=torch.long), last]
 
     def _root(self) -> Tensor:
-        """States of the entry committed last, after reading everything that is pending."""
+        """States of the entry committed last, after all pending entries were read."""
         self._read_pending()
         assert self._root_hidden is not None
         return self._root_hidden
 
     def _draft_dynamic(self, state: DraftState, steps: Steps) -> DraftTree:
-        """A tree, or where only chains can be verified the best chain."""
+        """A tree, or the best chain if the target cannot score branches."""
         options, depth = self.options, min(self.options.depth, state.max_depth)
         if not depth:
             return DraftTree.root_only(state.root_ids)
@@ -142,7 +142,7 @@ class EagleSession(HeadSession[Any]):
         width = options.width(state.samples, state.num_nodes if self._runner is None else None)
         if width > 1 and not state.chains_only:
             return self._tree(state, steps, TreeSize(depth, width, options.max_nodes))
-        # The most nodes that a chain may have: the number for this round would be another graph.
+        # Take the largest number of nodes of any chain: the number of this round would need another graph.
         chain = self._tree(state, steps, TreeSize(depth, 1, options.depth))
         return DraftTree.chain(chain.token_ids, chain.values)
 
@@ -156,13 +156,13 @@ class EagleSession(HeadSession[Any]):
 
     @cached_property
     def _mask(self) -> tuple[Tensor, Tensor]:
-        """Token and state of every deeper token of a P-EAGLE draft. The projection that makes them is as large as that
-        of one of the target's layers."""
+        """Token and state of every deeper token of a P-EAGLE draft. They are kept, because their projection is as large
+        as one of a layer of the target."""
         return self._loaded.head.masks(1, 1)
 
     @torch.no_grad()
     def _draft_parallel(self, state: DraftState, steps: Steps, root: Tensor) -> DraftTree:
-        """The best tree of the last entry and the masks after it: two forwards for any depth."""
+        """The best tree from the last entry and the masks after it. It takes two forwards at any depth."""
         head, options, target_ids = self._loaded.head, self.options, self._loaded.target_ids
         depth = min(options.depth, state.max_depth)
         if not depth:
@@ -174,9 +174,9 @@ class EagleSession(HeadSession[Any]):
             logits = torch.cat([logits, steps.level(token_ids, states, plan)[0]], dim=1)
         noise = state.log_noise(range(logits.shape[1]), logits.shape[-1], target_ids)
         scores = slot_scores(logits, noise, state.warpers)
-        shares_of = slot_shares(scores, target_ids, 1 if state.chains_only else options.width(state.samples))
+        log_probs_of = slot_log_probs(scores, target_ids, 1 if state.chains_only else options.width(state.samples))
         roots = to_device(state.root_ids, root.device)
-        return trimmed(best_tree(roots, shares_of, depth=depth, max_nodes=options.max_nodes), state.active)
+        return trimmed(best_tree(roots, log_probs_of, depth=depth, max_nodes=options.max_nodes), state.active)
 
 
 class EagleDrafter(HeadDrafter[EagleHead]):

@@ -87,7 +87,7 @@ class EagleHead(FeedingHead[EagleSpec]):
             self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_inputs))
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
-        """The draft states that the target's features stand for, in `feature_layers` order.
+        """The draft states for the target's features, which are in `feature_layers` order.
 
         EAGLE-1 projects feature and embedding together, in `forward`; there the state is the feature itself.
         """

@@ -3,7 +3,7 @@
 Sources: the files written by SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, deepseek-ai/DeepSpec,
 NVIDIA/Model-Optimizer, NVIDIA-NeMo/Automodel and llama.cpp. Dialects name the same tensors differently (`midlayer.` /
 `layers.0.`), count layers differently (outputs of layers / indices into `hidden_states`), and mean different things by
-the same flag; all of that ends here, in one `EagleSpec`.
+the same flag. This module makes one `EagleSpec` of all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The layers of a head in one native call, on a CPU that has the kernel, and drafts that are one call.
+"""A head's layers, or a whole draft, in one native call, on a CPU that has the kernel.
 
-A level of a draft is a few rows of a small model: as modules it is fifty operations of microseconds, whose calls cost
-more than their arithmetic. The modules stay the reference, and run where the kernel does not. A draft is one call. It
-also reads the entries committed before it. Its reference is `PlainSteps`.
+A level of a draft is a few rows of a small model. As modules it is fifty operations of microseconds, whose calls take
+longer than their arithmetic. The call of a draft also reads the entries committed before it. The modules
+(`PlainSteps`) are the reference, and run if the kernel cannot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hf_speculate_gguf.native import (
     tree_rows,
 )
 
-from ..heads import LoadedHead, Reading
+from ..heads import HeadCache, LoadedHead
 from .head import EagleHead, EntryLayer
 from .spec import TreeSize
 from .steps import Pending, PlainSteps
@@ -54,9 +54,9 @@ class NativeForward:
         self._looked_up: tuple[nn.Module, bool] | None = None
 
     def __getstate__(self):
-        """A copy finds its own weights."""
-        found = {"_layers": None, "_ranking": None, "_angles": AngleTable(), "_looked_up": None}
-        return {"_head": self._head, **found}
+        """The head alone: a copy prepares its own weights for the kernel."""
+        caches = {"_layers": None, "_ranking": None, "_angles": AngleTable(), "_looked_up": None}
+        return {"_head": self._head, **caches}
 
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
@@ -66,10 +66,10 @@ class NativeForward:
         )
         if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
             return None
-        found = cls(head)
-        found.current_layers()  # making their matrices takes time, which no draft should pay
-        found.current_ranking()
-        return found
+        forward = cls(head)
+        forward.current_layers()  # prepare the matrices now, so that no draft has to wait for them
+        forward.current_ranking()
+        return forward
 
     def __call__(
         self,
@@ -79,7 +79,7 @@ class NativeForward:
         cache: Cache,
         masks: Sequence[Tensor | None],
     ) -> Float[Tensor, "B N Hd"] | None:
-        """The result of `EagleHead.forward`; None, and nothing done, where that has to be called.
+        """The result of `EagleHead.forward`; None, and nothing was changed, if the caller must call that instead.
 
         Args:
             masks: masks of a `Place`.
@@ -128,11 +128,11 @@ class NativeForward:
         """The layers, made again if weights were exchanged or moved; None if the kernel cannot compute them now."""
         if self._layers is None or not self._layers.is_current():
             parts = [parts_of(self._head, layer) for layer in self._head.layers]
-            self._layers = NativeLayers.of([each.rounded() for each in parts] if self._head.is_quick else parts)
+            self._layers = NativeLayers.of([part.rounded() for part in parts] if self._head.is_quick else parts)
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
-        """The ranking of the layers' outputs, made again or None likewise."""
+        """The ranking of the layers' outputs; it is made again, or None, in the same cases as `current_layers`."""
         if self._ranking is None or not self._ranking.is_current():
             head, spec = self._head, self._head.spec
             norm = head.norm if spec.norm_logits else None
@@ -185,8 +185,8 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
 class NativeSteps(PlainSteps):
     """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request needs."""
 
-    def __init__(self, loaded: LoadedHead[EagleHead], reading: Reading, native: NativeForward):
-        super().__init__(loaded, reading, native)
+    def __init__(self, loaded: LoadedHead[EagleHead], head_cache: HeadCache, native: NativeForward):
+        super().__init__(loaded, head_cache, native)
         self._forward = native
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
@@ -197,7 +197,7 @@ class NativeSteps(PlainSteps):
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
         token_ids, features, lengths = pending
-        has_holes = set(lengths) != {token_ids.shape[1]} or self._reading.visible() is not None
+        has_holes = set(lengths) != {token_ids.shape[1]} or self._head_cache.visible() is not None
         if has_holes or not self._forward.looks_up:
             return None
         head = self._loaded.head
@@ -207,20 +207,20 @@ class NativeSteps(PlainSteps):
         tree = self._native_tree(states, self._forward.pending_entries(token_ids, features), state, size)
         if tree is None:
             return None
-        self._reading.keep(lengths)
+        self._head_cache.keep(lengths)
         return tree, states
 
     @torch.no_grad()
     def _native_tree(
         self, root: Tensor, pending: PendingEntries | None, state: DraftState, size: TreeSize
     ) -> DraftTree | None:
-        """The tree; None, and no committed entry changed, where the modules have to draw it.
+        """The tree; None, and no committed entry was changed, if the modules must draft it.
 
         Args:
             root: states of the entry committed last; written to if entries are pending.
             pending: entries that the call reads first.
         """
-        forward, reading = self._forward, self._reading
+        forward, head_cache = self._forward, self._head_cache
         layers, ranking = forward.current_layers(), forward.current_ranking()
         sampling = Sampling.of(state.warpers if state.samples else ())
         head = self._loaded.head
@@ -229,28 +229,29 @@ class NativeSteps(PlainSteps):
         if layers is None or ranking is None or sampling is None or not (is_joined and forward.looks_up):
             return None
 
-        @cache  # the first level's is asked for its width, too
+        @cache  # the first level's noise also gives the width
         def noise(depth: int) -> Tensor | None:
-            found = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
-            return None if found is None else found[:, 0].float().contiguous()
+            log_noise = state.log_noise((depth,), ranking.num_columns, self._loaded.target_ids)
+            return None if log_noise is None else log_noise[:, 0].float().contiguous()
 
         first = noise(0)
         width = min(size.width, ranking.num_columns if first is None else first.shape[-1])
         num_pending = 0 if pending is None else pending.tokens.shape[1]
-        rows = tree_rows(layers, root, reading.cache.cache, (width, size.depth), reading.visible(), num_pending)
+        rows = tree_rows(
+            layers, root, head_cache.tree_cache.cache, (width, size.depth), head_cache.visible(), num_pending
+        )
         if rows is None:
             return None
         growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
 
-        def goes_on() -> bool:
-            return state.goes_on(growth.values, growth.previous)
+        def should_continue() -> bool:
+            return state.should_continue(growth.values, growth.previous)
 
-        starts = reading.next_positions()
+        starts = head_cache.next_positions()
         angles = forward.angles(root, max(starts) + num_pending + growth.depth)
         draft = NativeDraft(rows, ranking, forward.embeddings, angles, joining)
-        if not draft.grow(
-            growth, root, pending, torch.tensor(starts, dtype=torch.long, device="cpu"), sampling, noise, goes_on
-        ):
+        positions = torch.tensor(starts, dtype=torch.long, device="cpu")
+        if not draft.grow(growth, root, pending, positions, sampling, noise, should_continue):
             return None
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)

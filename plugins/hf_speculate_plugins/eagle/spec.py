@@ -20,11 +20,12 @@ from ..checkpoints import HeadSpec
 
 Dialect = Literal["eagle1", "safeailab", "specforge", "speculators", "deepspec", "modelopt", "vllm", "llama.cpp"]
 
-# The steps' noise lifts tokens that the head finds less probable: sampled requests gain by more children (SmolLM2, 48
-# held-out questions, 8 / 16 / 32 nodes: 1 %, 1.5 %, 4 % more tokens per round), greedy ones do not.
+# Noise makes the target choose tokens that the head finds less probable. So sampled requests gain from more children
+# (SmolLM2, 48 held-out questions, 8 / 16 / 32 nodes: 1 %, 1.5 %, 4 % more tokens per round), and greedy ones do not.
 _GREEDY_WIDTH, _SAMPLED_WIDTH = 4, 8
-# Where few nodes pay, a narrow draft has them too: with 3 to 6 nodes two branches accept what eight do, in three
-# quarters of the time (Qwen2.5-Coder-0.5B, packed, T=1: 4 to 6 % faster; greedily 2 %).
+# If the policy scores few nodes, a narrow draft has enough of them. With 3 to 6 nodes, as many tokens are accepted from
+# two branches as from eight, in three quarters of the time (Qwen2.5-Coder-0.5B, packed, T=1: 4 to 6 % faster; greedy
+# 2 %).
 _LEAST_WIDTH, _NODES_OF_BRANCH = 2, 3
 
 

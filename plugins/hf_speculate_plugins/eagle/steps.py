@@ -1,4 +1,4 @@
-"""Forwards of an EAGLE session after one reading: read entries, run a level, grow a tree.
+"""Forwards of an EAGLE session over one head cache: read entries, run a level, grow a tree.
 
 Forwards append entries; the session selects which of them stay. They are the reference for those of `captured` and
 `native`.
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from hf_speculate.drafting import DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
-from ..heads import CachedAttention, FeedingHead, LoadedHead, Reading
+from ..heads import CachedAttention, FeedingHead, HeadCache, LoadedHead
 from ..trees import Frontier, grow_tree
 from .spec import TreeSize
 
@@ -26,7 +26,7 @@ Pending = tuple[Tensor, Sequence[Tensor], list[int]]
 """Committed entries that are yet to be read: tokens [B, J], the target's features [B, J, Ht], lengths."""
 
 Native = Callable[[Tensor, Tensor, Tensor, Cache, Sequence[Tensor | None]], Tensor | None]
-"""`NativeForward`: runs entries (token ids, states, positions, cache, masks); None where the modules have to."""
+"""`NativeForward`: runs entries (token ids, states, positions, cache, masks); None if the modules must run them."""
 
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
 """`PlainSteps.level`."""
@@ -38,25 +38,25 @@ _CHUNK = 1024
 class PlainSteps:
     """Forwards of the modules as they are; the reference."""
 
-    def __init__(self, loaded: LoadedHead[Any], reading: Reading, native: Native | None = None):
-        self._loaded, self._reading, self._native = loaded, reading, native
+    def __init__(self, loaded: LoadedHead[Any], head_cache: HeadCache, native: Native | None = None):
+        self._loaded, self._head_cache, self._native = loaded, head_cache, native
 
     @torch.no_grad()
     def entries(self, token_ids: Int[Tensor, "B J"], states: Float[Tensor, "B J Hd"]) -> Float[Tensor, "B J Hd"]:
         """Runs the entries of a round, with the states of its features; returns states before the final norm."""
-        positions, masks = self._reading.next_place(token_ids.shape[1])
+        positions, masks = self._head_cache.next_place(token_ids.shape[1])
         return self._run(token_ids, states, positions, masks)
 
     @torch.no_grad()
     def level(
         self, token_ids: Int[Tensor, "B F"], states: Float[Tensor, "B F Hd"], plan: TreePlan
     ) -> tuple[Float[Tensor, "B F Vd"], Float[Tensor, "B F Hd"]]:
-        """Runs the last F nodes of a forest whose earlier nodes were run since the last `Reading.drop`.
+        """Runs the last F nodes of a forest whose earlier nodes were run since the last `HeadCache.drop`.
 
         Returns:
             `EagleHead.read` of these nodes.
         """
-        positions, masks = self._reading.node_place(plan, token_ids.shape[1])
+        positions, masks = self._head_cache.node_place(plan, token_ids.shape[1])
         return self._loaded.head.read(self._run(token_ids, states, positions, masks))
 
     def tree(self, root: Float[Tensor, "B Hd"], state: DraftState, size: TreeSize) -> DraftTree:
@@ -66,15 +66,18 @@ class PlainSteps:
     def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
     ) -> tuple[DraftTree, Tensor] | None:
-        """Commits pending entries and draws a dynamic tree after them; returns it with the states of the last entry.
+        """Commits pending entries and drafts a dynamic tree after them, in one call.
 
-        None, and nothing done, where the one has to be done after the other. Rows without pending entries keep `root`,
-        the states of the entry committed last.
+        Args:
+            root: states of the entry committed last, for rows without pending entries.
+        Returns:
+            The tree, and the states of the last entry of every row. None, and nothing was changed, if these forwards
+            cannot do both in one call.
         """
         return None
 
     def _run(self, token_ids: Tensor, states: Tensor, positions: Tensor, masks: list[Tensor | None]) -> Tensor:
-        cache = self._reading.cache.cache
+        cache = self._head_cache.tree_cache.cache
         if self._native is not None:
             hidden = self._native(token_ids, states, positions, cache, masks)
             if hidden is not None:
@@ -85,7 +88,7 @@ class PlainSteps:
 @torch.no_grad()
 def read_prompt(
     head: FeedingHead[Any],
-    reading: Reading,
+    head_cache: HeadCache,
     token_ids: Int[Tensor, "B J"],
     states: Float[Tensor, "B J Hd"],
     native: Native | None = None,
@@ -100,17 +103,17 @@ def read_prompt(
     hidden = states
     for start in range(0, token_ids.shape[1], _CHUNK):
         part = slice(start, min(start + _CHUNK, token_ids.shape[1]))
-        positions, masks = reading.prompt_place(part)
+        positions, masks = head_cache.prompt_place(part)
         entries = token_ids[:, part], states[:, part], positions
-        found = None
+        outputs = None
         if native is not None and masks is None:
-            found = native(*entries, reading.cache.cache, [None] * len(head.layers))
-        if found is None:
+            outputs = native(*entries, head_cache.tree_cache.cache, [None] * len(head.layers))
+        if outputs is None:
             is_causal = masks is None and part.stop - start > 1
-            attend = CachedAttention(reading.cache.cache, masks, is_causal=is_causal)
-            found = head(*entries, attend, *([] if embeddings is None else [embeddings[:, part]]))
-        hidden = found
-        reading.keep_all()
+            attend = CachedAttention(head_cache.tree_cache.cache, masks, is_causal=is_causal)
+            outputs = head(*entries, attend, *([] if embeddings is None else [embeddings[:, part]]))
+        hidden = outputs
+        head_cache.keep_all()
     return hidden[:, -1]
 
 
@@ -135,7 +138,7 @@ def tree_of_levels(
         top_k=size.width,
         max_nodes=size.max_nodes,
         token_ids=target_ids,
-        goes_on=state.goes_on,
+        should_continue=state.should_continue,
     )
 
 

@@ -60,7 +60,7 @@ class GuidedRow:
     def is_text(self, token: int) -> bool:
         """Whether a token has letters or digits; True if that is not known."""
         text = self.guide.text_of(token)
-        return text is None or any(chr(each).isalnum() or each > 127 for each in text)
+        return text is None or any(chr(byte).isalnum() or byte > 127 for byte in text)
 
     def append(self, token: int, style: Style) -> bool:
         """Moves on by a token of the text. Returns False if the guide cannot follow."""

@@ -52,21 +52,21 @@ class Growth:
             return
         value, row = self._values[place], self._row
         wanted = {}
-        for token, share in self._style.proposals(self._guide.possible(), last, self._is_text)[:_MOST_CHILDREN]:
-            wanted[token] = value + math.log(share)
+        for token, prob in self._style.proposals(self._guide.possible(), last, self._is_text)[:_MOST_CHILDREN]:
+            wanted[token] = value + math.log(prob)
         drafts = {} if drafted is None else {row.token_ids[node]: node for node in self._children.get(drafted, ())}
         for token, node in drafts.items():
             assert row.values is not None
             wanted[token] = max(wanted.get(token, -math.inf), min(row.values[node], value))
-        for token, found in sorted(wanted.items(), key=lambda each: -each[1]):
+        for token, token_value in sorted(wanted.items(), key=lambda item: -item[1]):
             is_added = token not in drafts
-            if is_added and (found < math.log(_FLOOR) or self._num_added >= self._most):
+            if is_added and (token_value < math.log(_FLOOR) or self._num_added >= self._most):
                 continue
             if not self._guide.accept(token):
                 continue
             self._num_added += is_added
             self._tokens.append(token)
             self._parents.append(place)
-            self._values.append(found)
+            self._values.append(token_value)
             self._visit(len(self._tokens) - 1, drafts.get(token), longer(last, token), depth + 1)
             self._guide.back()

@@ -51,10 +51,10 @@ class Style:
         for place in _places(possible, last, is_text):
             if counts := self.counts.get(place):
                 total = counts.total() + _PRIOR
-                found = {token: count / total for token, count in counts.items()}
-                for token, share in guess.items():
-                    found[token] = found.get(token, 0.0) + share * _PRIOR / total
-                return sorted(found.items(), key=lambda each: -each[1])
+                probs = {token: count / total for token, count in counts.items()}
+                for token, prob in guess.items():
+                    probs[token] = probs.get(token, 0.0) + prob * _PRIOR / total
+                return sorted(probs.items(), key=lambda item: -item[1])
         return list(guess.items())
 
     def copy(self) -> Style:
@@ -65,7 +65,7 @@ class Style:
         kept = Style()
         for place, counts in self.counts.items():
             forced, last = place
-            is_bare = isinstance(forced, bytes) and not any(chr(each).isalnum() for each in forced)
+            is_bare = isinstance(forced, bytes) and not any(chr(byte).isalnum() for byte in forced)
             if is_bare and not any(map(is_text, last)):
                 of_place = Counter({token: count for token, count in counts.items() if not is_text(token)})
                 if of_place:

@@ -1,4 +1,4 @@
-"""Heads of decoder layers, whatever they draft: modules, files, drafter, session, entries read, compiled forwards.
+"""The parts that all heads of decoder layers share: modules, files, drafter, session, KV cache, compiled forwards.
 
 The drafters and sessions of methods are built on these; nothing here knows a method.
 """
@@ -29,5 +29,5 @@ from .head import dense_state as dense_state
 from .head import keep_packed as keep_packed
 from .head import known_rows as known_rows
 from .head import rotary_embedding as rotary_embedding
-from .reading import Place as Place
-from .reading import Reading as Reading
+from .head_cache import HeadCache as HeadCache
+from .head_cache import Place as Place

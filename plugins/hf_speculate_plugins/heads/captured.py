@@ -32,19 +32,19 @@ from hf_speculate.graphs import (
 from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead
-from .reading import Reading
+from .head_cache import HeadCache
 
 
 Result = TypeVar("Result")
 
 
 class CapturedForwards:
-    """Compiled forwards of one head after one reading."""
+    """Captured forwards of one head over one head cache."""
 
-    def __init__(self, plain: Any, loaded: LoadedHead[Any], reading: Reading, options: Any, runner: GraphRunner):
-        self._plain, self._reading, self._options, self._runner = plain, reading, options, runner
+    def __init__(self, plain: Any, loaded: LoadedHead[Any], head_cache: HeadCache, options: Any, runner: GraphRunner):
+        self._plain, self._head_cache, self._options, self._runner = plain, head_cache, options, runner
         self._loaded, self._head = loaded, loaded.head
-        self._cache = reading.cache.cache
+        self._cache = head_cache.tree_cache.cache
         layers = self._cache.layers
         layers += [PreallocatedLayer() for _ in range(self._head.spec.num_layers - len(layers))]
         self._prompts = PromptMasks()
@@ -62,7 +62,7 @@ class CapturedForwards:
 
     def prompt(self, buffers: Buffers, batch_size: int, capacity: int) -> Tensor:
         """Whether entries are real [B, M], apart from where rows end."""
-        return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._reading.prompt_mask)
+        return self._prompts.place(buffers, (batch_size, capacity), self._head.device, self._head_cache.prompt_mask)
 
     def starts(self, buffers: Buffers) -> dict[str, Tensor]:
         """`starts` [B], the number of padding entries of each row, if the kernel for trees computes attention."""
@@ -72,11 +72,11 @@ class CapturedForwards:
 
     @cached_property
     def _starts(self) -> list[int] | None:
-        head, reading = self._head, self._reading
+        head, head_cache = self._head, self._head_cache
         is_possible = self._runner.backend is None and head.attends_by_kernel
         if not is_possible or not kernel_fits(head.dtype, head.device):
             return None
-        return prompt_starts(reading.prompt_mask, len(reading.cache.lengths))
+        return prompt_starts(head_cache.prompt_mask, len(head_cache.tree_cache.lengths))
 
     def append(
         self,
@@ -107,8 +107,8 @@ class CapturedForwards:
             slots = buffers.filled(
                 ("slots", width), torch.arange(end, end + width, device=head.device, dtype=torch.long)
             )
-            whole = [padded(to_device(each, head.device), width) for each in inputs]
-            placed = [buffers.filled((f"input {index}", width), each) for index, each in enumerate(whole)]
+            whole = [padded(to_device(tensor, head.device), width) for tensor in inputs]
+            placed = [buffers.filled((f"input {index}", width), tensor) for index, tensor in enumerate(whole)]
             seen = (padded_mask(mask, inputs[0], end + count, width, capacity) for mask in masks)
             placed_masks = [buffers.filled((f"mask {layer}", width), mask) for layer, mask in enumerate(seen)]
             return head, stacks, slots, *placed, placed_masks
@@ -149,7 +149,9 @@ def log_noise_of(inputs: Mapping[str, Any], width: int) -> Float[Tensor, "D B C"
 
 def form_of(state: DraftState) -> tuple[bool, str]:
     """The part of a graph's key that the choice of tokens decides: whether the request samples, and its warpers."""
-    return state.samples, str([(type(each).__name__, vars(each)) for each in state.warpers]) if state.samples else ""
+    if not state.samples:
+        return False, ""
+    return True, str([(type(warper).__name__, vars(warper)) for warper in state.warpers])
 
 
 def problem_with_head(head: SharingHead[Any]) -> str:

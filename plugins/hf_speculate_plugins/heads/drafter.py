@@ -22,7 +22,7 @@ from .captured import problem_with_head
 from .files import HeadFiles
 from .following import check_follows, following
 from .head import Head, LoadedHead
-from .reading import Reading
+from .head_cache import HeadCache
 
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LoadedDrafter(Drafter, Generic[Head]):
         """The head in the dtype and on the device that `target` has now. Later requests take it too."""
         loaded = following(self._loaded, target)
         if loaded is not self._loaded:
-            self._loaded, self.conversations = loaded, Conversations()  # what was read was read by another head
+            self._loaded, self.conversations = loaded, Conversations()  # caches of another head are useless
         return loaded
 
     def ready(self, target: GenerativeModel) -> LoadedHead[Head]:
@@ -182,7 +182,7 @@ class HeadDrafter(LoadedDrafter[Head]):
 
 
 class HeadSession(DraftSession, Generic[Head]):
-    """One request of a head: the entries that it has read, and the turn that it continues."""
+    """One request of a head. It may continue the head's cache from the last turn of a conversation."""
 
     def __init__(
         self, loaded: LoadedHead[Head], options: Any, conversations: Conversations[Any], request: DraftRequest
@@ -195,34 +195,42 @@ class HeadSession(DraftSession, Generic[Head]):
         if self._runner is not None and (problem := problem_with_head(loaded.head)):
             self._runner.refuse(problem)
             self._runner = None
-        self._reading: Reading | None = None
+        self._head_cache: HeadCache | None = None
         self._steps: Any = None
 
     def close(self) -> None:
-        """Leaves everything that the head knows of the text to the next turn."""
-        if self._reading is not None and self._text is not None and self._request.cache is not None:
-            self._conversations.keep(self._request.cache, self._text, self._left(self._reading))
-        self._reading = self._steps = None
+        """Stores the head's cache for the next turn of the conversation."""
+        if self._head_cache is not None and self._text is not None and self._request.cache is not None:
+            self._conversations.keep(self._request.cache, self._text, self._carried_state(self._head_cache))
+        self._head_cache = self._steps = None
 
-    def _left(self, reading: Reading) -> Any:
-        """The value that this turn leaves for the next."""
-        return reading
+    def _carried_state(self, head_cache: HeadCache) -> Any:
+        """The state to store for the next turn: the head's cache, unless a method needs more."""
+        return head_cache
 
-    def _begin(self, tokens: Tensor) -> Reading:
-        """The reading after which the prompt's tokens [B, J] are to be read."""
+    def _begin(self, tokens: Tensor) -> HeadCache:
+        """The head's cache before it reads the prompt's tokens [B, J]."""
         num_rows, count = tokens.shape
         head = self._loaded.head
-        self._reading = Reading.begin(head, self._request, (num_rows, count), lambda first: self._resumed(first, count))
-        return self._reading
+        self._head_cache = HeadCache.begin(
+            head, self._request, (num_rows, count), lambda first: self._resumed(first, count)
+        )
+        return self._head_cache
 
-    def _resumed(self, first: int, count: int) -> Reading | None:
-        """The last turn's reading, if it read all entries before `first` as the text now has them."""
+    def _resumed(self, first: int, count: int) -> HeadCache | None:
+        """The last turn's cache, ready for `count` more entries. None unless it holds all entries before `first` of
+        this text."""
         carried = self._conversations.take(self._request.cache, self._text)
         if carried is None or first == 0:
             return None
         num_alike, left = carried
-        return self._go_on(left, num_alike, first, count)
+        return self._resume(left, num_alike, first, count)
 
-    def _go_on(self, left: Any, num_alike: int, first: int, count: int) -> Reading | None:
-        """The reading of the last turn, made ready for `count` entries after the first `first`."""
+    def _resume(self, left: Any, num_alike: int, first: int, count: int) -> HeadCache | None:
+        """The last turn's cache, cut to `first` entries and ready for `count` more; None if the texts differ before.
+
+        Args:
+            left: state that the last turn stored, see `_carried_state`.
+            num_alike: length of the common prefix of both texts.
+        """
         return left.resumed(first, count) if num_alike >= first else None

@@ -131,7 +131,7 @@ class HeadFiles(Generic[Spec, Head]):
 
     @classmethod
     def ignore_leftovers(cls, opened: OpenedHead[Spec]) -> None:
-        """Books tensors that the head does not need, each with the reason."""
+        """Notes in the account which tensors the head does not need, each with the reason."""
 
     # Reading.
 
@@ -232,7 +232,7 @@ class HeadFiles(Generic[Spec, Head]):
 
     @classmethod
     def check_fits(cls, spec: Spec, target: GenerativeModel) -> None:
-        """Raises `TargetMismatchError` unless a head can read the target's features and speak its vocabulary."""
+        """Raises `TargetMismatchError` unless a head fits the target's features and its vocabulary."""
         cls.check_sizes(spec, target.config.get_text_config(decoder=True), type(target).__name__)
 
     @classmethod

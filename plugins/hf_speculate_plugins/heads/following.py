@@ -51,7 +51,7 @@ def check_follows(loaded: LoadedHead[Any], target: GenerativeModel) -> None:
     shared = {name: module for name, module in head.shared.items() if module is not None}
     strangers = [name for name, module in shared.items() if not _is_made(head, name) and id(module) not in own]
     made = [module for name, module in shared.items() if _is_made(head, name)]
-    is_packed = not all(each.is_floating_point() for module in (head, *made) for each in module.parameters())
+    is_packed = not all(weight.is_floating_point() for module in (head, *made) for weight in module.parameters())
     if strangers or is_packed:
         why = f"it uses the {strangers[0]} of another model" if strangers else "its matrices are packed"
         raise TargetMismatchError(
@@ -87,5 +87,5 @@ def placed_copy(
 
 
 def _is_made(head: Any, name: str) -> bool:
-    """Whether a shared module was made of rows of the target's, and is not one of its modules."""
+    """Whether a shared module holds a copy of rows of the target's matrix, and so is not a module of the target."""
     return name == "lm_head" and head.spec.draft_vocab_size != head.spec.vocab_size

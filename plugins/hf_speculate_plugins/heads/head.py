@@ -32,7 +32,7 @@ Spec = TypeVar("Spec", bound=HeadSpec)
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, queries [B, heads, N, d], keys [B, kv_heads, N, d], values [B, kv_heads, N, d]) -> [B, heads, N, d]:
-mixes the values that N entries see. Decoding looks into a cache, training into whole texts or unrolled steps."""
+mixes the values that N entries see. Decoding attends over a cache, training over whole texts or unrolled steps."""
 
 
 class CachedAttention:
@@ -41,9 +41,9 @@ class CachedAttention:
     Args:
         cache: keys and values of earlier entries; those of the forward are appended.
         masks: additive mask for each layer [B, 1, N, M + N], or None: every entry sees all.
-        is_causal: causal mask instead, for an empty cache.
-        sinks: logit of every attention head [heads], for each layer, that takes part in the softmax and adds no value;
-            None: there are none. Not with `is_causal`.
+        is_causal: whether to use a causal mask instead of `masks`; the cache must be empty.
+        sinks: additional logit of every attention head [heads], for each layer. It takes part in the softmax and has no
+            value. None: there are none. Not with `is_causal`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CachedAttention:
 def with_sink(
     sink: Float[Tensor, " heads"], keys: Tensor, values: Tensor, mask: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and mask with an entry more, at the end: zeros, of which the mask makes the sink.
+    """Keys, values and mask with one more entry at the end: zeros, whose mask is the logit of the sink.
 
     Args:
         keys, values: [B, kv_heads, M, d].
@@ -187,7 +187,8 @@ class SharingHead(nn.Module, Generic[Spec]):
         weight = self.fc.weight
         if weight.is_floating_point():
             return weight.dtype
-        return next(each.dtype for each in self.parameters() if each.is_floating_point())  # norms are never packed
+        # Norms are never packed.
+        return next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -217,7 +218,7 @@ class SharingHead(nn.Module, Generic[Spec]):
     def draft_logits(self, states: Float[Tensor, "*N Hd"]) -> Float[Tensor, "*N Vd"]:
         """Logits of the draft vocabulary. An output matrix of a target with added tokens has more columns."""
         logits = call_on_weight_device(self.draft_output, states).to(states.device)
-        return finite(logits[..., : self.spec.draft_vocab_size])  # an infinite one would make a share of NaN
+        return finite(logits[..., : self.spec.draft_vocab_size])  # an infinite logit would make probabilities NaN
 
     @property
     def is_quick(self) -> bool:
@@ -240,7 +241,7 @@ class FeedingHead(SharingHead[Spec]):
     """A head whose deeper draft tokens take its own states in place of the target's (EAGLE, MTP)."""
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
-        """The draft states that the target's features stand for, in `feature_layers` order."""
+        """The draft states for the target's features, which are in `feature_layers` order."""
         raise NotImplementedError
 
     def prompt_embeddings(
@@ -336,14 +337,14 @@ def _sample_angles(rotary: nn.Module, spec: HeadSpec) -> list[Tensor]:
 
 def known_rows(table: Float[Tensor, "V r"], token_ids: Int[Tensor, "*N"]) -> Float[Tensor, "*N r"]:
     """Rows of a head's own table; zeros for tokens after its end, which the target has added."""
-    # A row of the target's would be in another space. Zeros add nothing: norms keep them, a bias made of them is none.
+    # Rows of the target's table would not fit. Zeros have no effect: a norm keeps them, and their bias is zero.
     token_ids, last = to_device(token_ids, table.device), len(table) - 1
     return functional.embedding(token_ids.clamp(max=last), table).masked_fill((token_ids > last)[..., None], 0)
 
 
 def call_on_weight_device(module: Any, inputs: Tensor) -> Tensor:
-    """Calls a module of the target, or of a head, with inputs that may lie on another device. The weight of an
-    offloaded module is nowhere: its hook fetches weight and inputs."""
+    """Calls a module of the target, or of a head, with inputs that may lie on another device. An offloaded module has
+    its weight on no device; its hook moves weight and inputs."""
     device = module.weight.device
     return unhooked(module)(inputs if device.type == "meta" else to_device(inputs, device))
 
@@ -378,9 +379,9 @@ def keep_packed(head: nn.Module, packed: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def dense_state(head: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state of a head with values in place of packed bytes."""
-    found = dict(head.state_dict())
+    state = dict(head.state_dict())
     for name, module in head.named_modules():
         layer: Any = module
-        if f"{name}.weight" in found and not found[f"{name}.weight"].is_floating_point():
-            found[f"{name}.weight"] = output_rows(layer, layer.in_features, dtype)
-    return found
+        if f"{name}.weight" in state and not state[f"{name}.weight"].is_floating_point():
+            state[f"{name}.weight"] = output_rows(layer, layer.in_features, dtype)
+    return state

@@ -1,4 +1,4 @@
-"""The `medusa` drafter: one pass of all heads a round, and a static tree filled with their best tokens.
+"""The `medusa` drafter: one pass of all heads per round, and a static tree filled with their best tokens.
 
 Source: Cai et al., "Medusa" (arXiv:2401.10774). The heads see the target's last hidden state (after the final norm) at
 the node whose chosen token is the new root, so head h proposes tokens for depth h + 1. There is no draft cache.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-# Verifying 64 tokens costs an accelerator about what one costs; two CPU cores about three times as much, and 16 tokens
-# 1.4 times (measured, see design).
+# On an accelerator verifying 64 tokens takes about as long as one. On two CPU cores it takes three times as long, and
+# 16 tokens take 1.4 times as long (measured).
 _MAX_NODES_ACCELERATOR = 63
 _MAX_NODES_CPU = 15
 
@@ -55,7 +55,7 @@ class MedusaOptions:
 
 
 class MedusaSession(DraftSession):
-    """Keeps the states of the last round: of each row, the newest token was chosen from one of them."""
+    """Keeps the target's states of the last round. The newest token of each row was chosen from one of them."""
 
     def __init__(self, num_heads: int, tree: StaticTree, layer: int, steps: Steps):
         self.tree, self._num_heads, self._layer, self._steps = tree, num_heads, layer, steps
@@ -237,7 +237,7 @@ def _share_output(heads: MedusaHeads, target: GenerativeModel) -> MedusaHeads:
     ours, theirs = heads.output_weight, getattr(target.get_output_embeddings(), "weight", None)
     if ours is None or ours.shape[0] > 1 or theirs is None or theirs.shape != ours.shape[1:]:
         return heads
-    if theirs.device.type == "meta":  # offloaded: its content is not at hand
+    if theirs.device.type == "meta":  # offloaded: its values cannot be read here
         return heads
     if heads.token_ids is not None or not torch.equal(ours[0].to(theirs.device, theirs.dtype), theirs):
         return heads

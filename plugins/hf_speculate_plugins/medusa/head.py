@@ -129,7 +129,7 @@ class HeadForward:
 
 
 class QuickForward(HeadForward):
-    """The forward with output matrices in 8 bits, which most of a draft's reading is for."""
+    """The forward with output matrices in 8 bits. Reading these matrices takes most of a draft's time."""
 
     def __init__(self, heads: MedusaHeads, outputs: Sequence[RoundedLinear]):
         super().__init__(heads, None)
@@ -144,7 +144,8 @@ class QuickForward(HeadForward):
 
 
 class QuickOutputs:
-    """Output matrices in 8 bits, on a CPU that has the kernel. Own ones are made once, a target's once a target."""
+    """Output matrices in 8 bits, on a CPU that has the kernel. The heads' own are made once, a target's once per
+    target."""
 
     def __init__(self, heads: MedusaHeads):
         self._heads = heads
@@ -153,14 +154,14 @@ class QuickOutputs:
         self._targets: WeakKeyDictionary[GenerativeModel, RoundedLinear] = WeakKeyDictionary()
 
     def __getstate__(self):
-        """A copy makes its own."""
+        """The heads alone: a copy makes its own matrices in 8 bits."""
         return {"_heads": self._heads}
 
     def __setstate__(self, state):
         self.__init__(state["_heads"])
 
     def of(self, target: GenerativeModel) -> Sequence[RoundedLinear]:
-        """One output a matrix: for each head, or for all; none where the kernel does not multiply with them."""
+        """One output layer per head, or one for all heads; none if the kernel cannot multiply with them."""
         from hf_speculate_gguf.native import (  # and the package for packed targets
             RoundedLinear,
             WeightsInPlace,

@@ -68,8 +68,8 @@ LAYOUTS = {
 
 def layout_of(names: Collection[str]) -> str | None:
     """The layout of tensors of these names, without prefixes; None if they are not Medusa heads."""
-    found = (name for name, layout in LAYOUTS.items() if any(map(layout.pattern.fullmatch, names)))
-    return next(found, None)
+    layout_names = (name for name, layout in LAYOUTS.items() if any(map(layout.pattern.fullmatch, names)))
+    return next(layout_names, None)
 
 
 def stated_layout(folder: str, names: Collection[str]) -> str:
@@ -116,10 +116,11 @@ def check_backbone(target: GenerativeModel, backbone: Mapping[str, Tensor], fold
 
 
 def _parameter(parameters: Mapping[str, Tensor], name: str) -> Tensor | None:
-    """The target's parameter, also inside an adapter; None if its values are not at hand."""
+    """The target's parameter, also inside an adapter; None if its values cannot be read."""
     module, _, leaf = name.rpartition(".")
-    found = parameters.get(name, parameters.get(f"{module}.base_layer.{leaf}"))
-    return None if found is None or not found.is_floating_point() or found.device.type == "meta" else found
+    parameter = parameters.get(name, parameters.get(f"{module}.base_layer.{leaf}"))
+    is_readable = parameter is not None and parameter.is_floating_point() and parameter.device.type != "meta"
+    return parameter if is_readable else None
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,9 @@ def _check_stated_sizes(config: ConfigValues, layout: str, heads: MedusaHeads) -
     if layout == "vllm":  # FasterDecoding's configs count their own heads wrong
         stated |= {"num_heads": heads.num_heads, "num_hidden_layers": heads.num_layers}
         stated |= {"truncated_vocab_size": heads.vocab_size}
-    for key, found in stated.items():
-        if found is not None:
-            check_stated_size(config, key, found)
+    for key, size in stated.items():
+        if size is not None:
+            check_stated_size(config, key, size)
 
 
 def _outputs(config: ConfigValues, layout: str, keys: KeyAccount, num_heads: int, num_layers: int) -> list[str]:

@@ -1,6 +1,6 @@
 """The draft of a round, plain and compiled: heads on the newest state, and a static tree filled with their best tokens.
 
-A compiled draft is one graph. It fills the whole tree; a tree that is to be less deep is a part of it.
+A compiled draft is one graph, which fills the whole tree. A less deep tree is a part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
 from ..heads import form_of, log_noise_of, request_inputs
-from ..trees import log_shares, slot_scores
+from ..trees import best_log_probs, slot_scores
 from .head import HeadForward, MedusaHeads, QuickForward, QuickOutputs
 from .tree import StaticTree, TreeTensors, tree_tensors
 
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, states: Float[Tensor, "B J H"], lengths: Sequence[int], num_heads: int) -> Seen:
-        """The states of an observation. Of many, as a prompt has, only the newest are kept."""
+        """The states of an observation. Of a prompt's many states, only the newest are kept."""
         seen = cls(states, [max(length, 1) - 1 for length in lengths])  # ended rows keep one that is never used
         return seen if states.shape[1] <= max_seen(num_heads) else cls(seen.newest()[:, None], [0] * len(lengths))
 
@@ -56,7 +56,7 @@ def max_seen(num_heads: int) -> int:
 
 
 class PlainSteps:
-    """The draft as it is; the reference."""
+    """The draft without compilation; the reference."""
 
     def __init__(self, heads: MedusaHeads, forward: HeadForward):
         self._heads, self._forward = heads, forward
@@ -91,11 +91,11 @@ def filled(
         log_noise: noise of the heads' steps, see `DraftState.log_noise`.
         token_ids: target token of each column of `logits`; None where they are the same.
     """
-    shares, best = log_shares(slot_scores(logits, log_noise, warpers), num_ranks)
-    shares, best = (part.transpose(0, 1).flatten(1)[:, form.columns] for part in (shares, best))
+    log_probs, best = best_log_probs(slot_scores(logits, log_noise, warpers), num_ranks)
+    log_probs, best = (part.transpose(0, 1).flatten(1)[:, form.columns] for part in (log_probs, best))
     tokens = best if token_ids is None else token_ids[best]
     # The heads know nothing of each other's tokens: the probabilities along a path multiply.
-    values = functional.pad(shares.clamp(min=_IMPOSSIBLE), (1, 0)) @ form.sums
+    values = functional.pad(log_probs.clamp(min=_IMPOSSIBLE), (1, 0)) @ form.sums
     return torch.cat([roots[:, None], tokens], dim=1), values
 
 
@@ -146,7 +146,7 @@ class CapturedSteps:
         if result is None:
             return self._plain.draft(seen, state, tree, depth)
         tree = tree.cut(depth)
-        tokens, parents, values = (each[:, : 1 + len(tree.paths)] for each in (result[0], form.parents, result[1]))
+        tokens, parents, values = (part[:, : 1 + len(tree.paths)] for part in (result[0], form.parents, result[1]))
         return DraftTree(tokens, parents, max_depth=tree.max_depth, values=values)
 
     def _inputs(self, seen: Seen, state: DraftState, depth: int) -> dict[str, Tensor]:

@@ -86,8 +86,8 @@ def best_static_tree(accuracies: Sequence[Sequence[float]], max_nodes: int) -> S
     """The tree of `max_nodes` nodes with the highest expected number of accepted tokens.
 
     The value of a node is the product of the accuracies on its path, the probability that all of it is accepted if
-    heads are independent. No node is worth more than its parent, so it is optimal to take the best node within reach
-    again and again.
+    heads are independent. No node is worth more than its parent. So it is optimal to add the best child of the tree so
+    far, again and again.
 
     Args:
         accuracies: share of rounds in which the token of rank k of head d is right, `accuracies[d][k]`.

@@ -1,4 +1,4 @@
-"""Draft layers that a target brings along in its own checkpoint: multi-token prediction (MTP).
+"""Draft layers in a target's own checkpoint: multi-token prediction (MTP).
 
 `layouts` knows how families name these layers, `source` finds and reads them, `head` computes them, and `saving` keeps
 them when a model is saved. They draft like an EAGLE head: with trees where the target takes trees, else with chains.

@@ -87,8 +87,8 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
     def recognizes(cls, folder: str) -> bool:
         """Whether a folder holds draft layers and no model."""
         names = tensor_shapes(folder, strip=())
-        found = layout_of(names, num_target_layers=0)
-        return found is not None and not found[0].follows_target and len(found[1]) == len(names)
+        naming = layout_of(names, num_target_layers=0)
+        return naming is not None and not naming[0].follows_target and len(naming[1]) == len(names)
 
     @classmethod
     def from_folder(cls, folder: str, target: GenerativeModel, **options: Any) -> Self:
@@ -121,11 +121,11 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
         """Compares hidden size, vocabulary and depth."""
         config = target.config.get_text_config(decoder=True)
         wanted = self.spec.hidden_size, self.spec.vocab_size, self._num_target_layers
-        found = config.hidden_size, config.vocab_size, config.num_hidden_layers
-        if wanted != found:
+        sizes = config.hidden_size, config.vocab_size, config.num_hidden_layers
+        if wanted != sizes:
             raise TargetMismatchError(
                 f"these draft layers belong to a model with hidden size, vocabulary and layers {wanted}; this "
-                f"{type(target).__name__} has {found}."
+                f"{type(target).__name__} has {sizes}."
             )
         check_follows(self._loaded, target)
 

@@ -44,7 +44,7 @@ def read_tensors(file: GgufFile, names: Collection[str]) -> tuple[dict[str, Tens
     """
     shift = find_architecture(Metadata(file)).norm_shift
     rows = {name: TensorRows(file, file.tensors[name]) for name in names}
-    tensors = {name: read_values(each) - (shift if len(each.entry.shape) == 1 else 0.0) for name, each in rows.items()}
+    tensors = {name: read_values(part) - (shift if len(part.entry.shape) == 1 else 0.0) for name, part in rows.items()}
     file.check_unchanged()
     check_finite(file.path, tensors)
-    return tensors, {name: Matrix((each,)) for name, each in rows.items() if each.entry.type in FORMATS}
+    return tensors, {name: Matrix((part,)) for name, part in rows.items() if part.entry.type in FORMATS}

@@ -129,7 +129,7 @@ class MtpHead(FeedingHead[MtpSpec]):
         self._rotary_options = {"layer_type": spec.layer_type} if has_types else {}
 
     def fuse(self, features: Sequence[Float[Tensor, "B N Ht"]]) -> Float[Tensor, "B N Hd"]:
-        """The draft states that the target's features stand for: the only feature itself."""
+        """The draft states for the target's features: the only feature itself."""
         return features[0].to(device=self.device, dtype=self.dtype)
 
     def prompt_embeddings(
@@ -200,7 +200,7 @@ def load_head(
     keys = KeyAccount(checkpoint, f"MTP, {source.layout.name}")
     layer = matching_layer(unwrap(target), checkpoint.tensors, source.name)
     head = _built(unwrap(target), layer, source.layout, source.num_layers, draft_vocab)
-    found = {name: keys.take(name, wanted.shape) for name, wanted in head.state_dict().items()}
+    tensors = {name: keys.take(name, wanted.shape) for name, wanted in head.state_dict().items()}
     copied, later = "the target's own serves", "the first draft layer drafts every token"
     ignored = {name: copied if source.places[name].is_copy else later for name in left_out}
     report = replace(keys.finish(), ignored=ignored)
@@ -208,7 +208,7 @@ def load_head(
     state = {
         # Corrections of a router stay in float32, as in the target's own layers.
         name: tensor.to(device=device, dtype=dtype if name in parameters else tensor.dtype, copy=True)
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
     head.load_state_dict(state, assign=True)
     head.rotary.to(device)
@@ -239,13 +239,13 @@ def new_head(target: GenerativeModel) -> MtpHead:
     """
     model = unwrap(target)
     decoder = _checked_decoder(model)
-    state = next(each for each in reversed(decoder.layers) if _attends(each)).state_dict()
+    state = next(decoder_layer for decoder_layer in reversed(decoder.layers) if _attends(decoder_layer)).state_dict()
     if not all(tensor.is_floating_point() and tensor.device.type != "meta" for tensor in state.values()):
         raise TargetMismatchError(
             "a new draft layer begins as a layer of the target, whose weights are quantised here."
         )
     layer = matching_layer(model, [f"layers.0.{name}" for name in state], type(model).__name__)
-    layout = next(each for each in LAYOUTS if each.name == "speculators")
+    layout = next(known for known in LAYOUTS if known.name == "speculators")
     head = _built(model, layer, layout)
     size, device = head.spec.hidden_size, last_device(target)
     std = getattr(model.config.get_text_config(decoder=True), "initializer_range", 0.02)

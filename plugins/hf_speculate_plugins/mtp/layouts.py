@@ -47,9 +47,9 @@ class Layout:
 
 
 _OF_BLOCKS = {
-    **{f"attn_{each}": f"layers.0.self_attn.{each}_proj" for each in "qkv"},
-    **{f"attn_{each}_norm": f"layers.0.self_attn.{each}_norm" for each in "qk"},
-    **{f"ffn_{each}": f"layers.0.mlp.{each}_proj" for each in ("gate", "up", "down")},
+    **{f"attn_{part}": f"layers.0.self_attn.{part}_proj" for part in "qkv"},
+    **{f"attn_{part}_norm": f"layers.0.self_attn.{part}_norm" for part in "qk"},
+    **{f"ffn_{part}": f"layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")},
     "attn_output": "layers.0.self_attn.o_proj",
     "attn_norm": "layers.0.input_layernorm",
     "post_attention_norm": "layers.0.post_attention_layernorm",

@@ -120,8 +120,10 @@ def _save(model: GenerativeModel, folder: Path, scratch: Path, options: Mapping[
 
 
 def _add_layers(model: GenerativeModel, folder: Path, scratch: Path) -> tuple[list[str], CheckpointError | None]:
-    """Adds draft layers to the model in a scratch folder: their names, and why there are none though a file has some.
+    """Adds draft layers to the model in a scratch folder.
 
+    Returns:
+        Names of the added tensors, and the error if draft layers were found but cannot be read.
     Raises:
         CheckpointError: they cannot be written; or they cannot be read, and the model would overwrite them.
     """
@@ -167,12 +169,12 @@ def _reported(folder: Path) -> Iterator[None]:
 
 def _stale(folder: Path, scratch: Path) -> list[str]:
     """Files of an earlier save that readers would take instead of the new ones: the same weights in other shards."""
-    found = []
+    stale_names = []
     for variant in weight_variants(scratch):
         weights, index = variant_name(WEIGHTS, variant), variant_name(INDEX, variant)
         shard = re.compile(re.escape(weights.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
-        found += [name for name in file_names(folder) if name in (weights, index) or shard.fullmatch(name)]
-    return found
+        stale_names += [name for name in file_names(folder) if name in (weights, index) or shard.fullmatch(name)]
+    return stale_names
 
 
 def write_head(
@@ -263,12 +265,12 @@ def _copied(source: Source) -> dict[str, Tensor]:
         CheckpointError: the source is a GGUF file, or cannot be read.
     """
     _check_copyable(source)
-    found = {}
+    tensors = {}
     for path, names in source.paths().items():
         try:
             with safe_open(path, framework="pt") as file:
                 opened: Any = file
-                found |= {name: opened.get_tensor(name) for name in names}
+                tensors |= {name: opened.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {path}, it may be truncated: {first_line(error)}.") from error
-    return found
+    return tensors

@@ -99,7 +99,7 @@ class Source:
 
                 gguf = opened(name, num_target_layers)
             for files in _weight_maps(name, hub) if gguf is None else [dict.fromkeys(gguf.tensors, name)]:
-                if (found := layout_of(files, num_target_layers)) is not None:
+                if (naming := layout_of(files, num_target_layers)) is not None:
                     break
                 num_tensors = num_tensors or len(files)
             else:
@@ -108,22 +108,22 @@ class Source:
         except OSError as error:
             where = repr(name) if os.path.exists(name) else f"{name!r}, which is not in {os.getcwd()}"
             raise CheckpointError(f"cannot look for draft layers in {where}: {first_line(error)}") from error
-        layout, places = found
+        layout, places = naming
         numbers = {place.layer for place in places.values() if place.layer is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(f"{name}: draft layers {sorted(numbers)} of {layout.name} names: some are missing.")
-        of_layers = {each: files[each] for each in places}
+        of_layers = {tensor_name: files[tensor_name] for tensor_name in places}
         return cls(name, layout, of_layers, places, len(numbers), num_target_layers, hub, gguf)
 
     def paths(self) -> dict[str, list[str]]:
         """The names of tensors to read, by the path of the file that holds them."""
-        found: defaultdict[str, list[str]] = defaultdict(list)
+        names_by_path: defaultdict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
             path = _file(self.name, file, self.hub)
             if path is None:
                 raise CheckpointError(f"{self.name}: its index names the file {file!r}, which is not there.")
-            found[path].append(name)
-        return dict(found)
+            names_by_path[path].append(name)
+        return dict(names_by_path)
 
     def read(self, layer: int = 0) -> tuple[Checkpoint, Sequence[str]]:
         """The tensors of one draft layer under the names of this package, experts stacked, and those left out.
@@ -135,8 +135,8 @@ class Source:
         """
         wanted = [name for name in self.files if self._is_wanted(name, layer)]
         stored, in_blocks = self._read(wanted)
-        tensors = {self.places[name].name: each for name, each in stored.items()}
-        packed = {self.places[name].name: each for name, each in in_blocks.items()}
+        tensors = {self.places[name].name: tensor for name, tensor in stored.items()}
+        packed = {self.places[name].name: matrix for name, matrix in in_blocks.items()}
         config = read_config(self.name) if os.path.isdir(self.name) else {}
         files = sorted(set(self.files.values()))
         left_out = [name for name in self.files if name not in wanted]
@@ -148,10 +148,10 @@ class Source:
             from .gguf_files import read_tensors  # and the package for packed targets
 
             return read_tensors(self.gguf, names)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path, held in self.paths().items():  # other files may have tensors of the same names
-            found |= read_named(path, [name for name in held if name in names])
-        return found, {}
+            tensors |= read_named(path, [name for name in held if name in names])
+        return tensors, {}
 
     def _is_wanted(self, name: str, layer: int) -> bool:
         place = self.places[name]
@@ -208,10 +208,10 @@ def _stacked(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     """The tensors with one tensor for all experts, as transformers' modules have them: `gate_up_proj` [E, 2I, H] and
     `down_proj` [E, H, I]."""
     experts: defaultdict[str, dict[tuple[int, str], Tensor]] = defaultdict(dict)
-    found = {}
+    stacked = {}
     for name, tensor in tensors.items():
         if (expert := expert_of(name)) is None:
-            found[name] = tensor
+            stacked[name] = tensor
         else:
             experts[expert[0]][expert[1:]] = tensor
     for module, parts in experts.items():
@@ -220,6 +220,6 @@ def _stacked(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
         if missing or len(parts) != 3 * count:
             raise CheckpointError(f"{where}: {module} lacks {', '.join(missing[:4]) or 'parts of an expert'}.")
         both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
-        found[f"{module}.gate_up_proj"] = torch.stack(both)
-        found[f"{module}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
-    return found
+        stacked[f"{module}.gate_up_proj"] = torch.stack(both)
+        stacked[f"{module}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
+    return stacked

@@ -34,6 +34,6 @@ def read_provenance(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(folder) / PROVENANCE_FILE
     if not os.path.lexists(path):
         return None
-    found = read_json(path, _MAX_BYTES)
-    check_kinds(path, found, _KINDS)
-    return found
+    provenance = read_json(path, _MAX_BYTES)
+    check_kinds(path, provenance, _KINDS)
+    return provenance

@@ -153,15 +153,15 @@ def adapter_mismatch(folder: str, target: GenerativeModel) -> str:
     trained, now = _trained_adapters(folder), adapter_fingerprints(target)
     if set((trained or {}).values()) == set(now.values()):
         return ""
-    found = f"{_listed(now)} in effect on this {type(target).__name__}"
+    in_effect = f"{_listed(now)} in effect on this {type(target).__name__}"
     if trained is None:
-        return f"the head {folder} has no record of training for the PEFT adapter {found}."
+        return f"the head {folder} has no record of training for the PEFT adapter {in_effect}."
     if not trained:
-        return f"the head {folder} was trained for the target without adapters, but there is {found}."
+        return f"the head {folder} was trained for the target without adapters, but there is {in_effect}."
     wanted = f"the head {folder} was trained for a target with the PEFT adapter {_listed(trained)}"
     if not now:
         return f"{wanted}, and none is in effect on this {type(target).__name__} (unless it was merged and unloaded)."
-    return f"{wanted}, but another one is: {found}."
+    return f"{wanted}, but another one is: {in_effect}."
 
 
 def _trained_adapters(folder: str) -> Mapping[str, str] | None:

@@ -82,7 +82,7 @@ def _text(weight: Tensor) -> str:
         values = values[:, _places(weight.shape[1], _SIDE)]
     bits = values.float().cpu().view(torch.int32).flatten().tolist()
     words = [str(weight.dtype).removeprefix("torch."), "x".join(map(str, values.shape))]
-    return " ".join([*words, *(f"{each & 0xFFFFFFFF:08x}" for each in bits)])
+    return " ".join([*words, *(f"{pattern & 0xFFFFFFFF:08x}" for pattern in bits)])
 
 
 def _parsed(text: Any) -> tuple[str, Values] | None:

@@ -1,8 +1,8 @@
 """Drafts from text, by counts of what followed, smoothed over contexts of several lengths.
 
-Text is the request's own and, on demand, what earlier requests wrote and a corpus. Unlike prompt lookup, what follows
-is ranked by how often it did, after several context lengths at once, and a draft continues past the end of an
-occurrence.
+The texts are the request's own and, if options ask for them, outputs of earlier requests and a corpus. Next tokens are
+ranked by how often they followed contexts of several lengths. Unlike in prompt lookup, a draft can continue past the
+end of an occurrence.
 """
 
 from .drafter import SuffixDrafter as SuffixDrafter

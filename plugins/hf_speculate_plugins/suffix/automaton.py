@@ -1,4 +1,4 @@
-"""The smoothed automaton: what comes next by interpolation over contexts of several lengths and sources."""
+"""The smoothed automaton: it predicts the next token by interpolation over contexts of several lengths and sources."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from .contexts import ContextCounts, Followers, RecycledRow, RecycledRows
 from .guide import Component, Guess, Position
 
 
-# Most children of a node, and the smallest probability of a path that is drafted.
+# Largest number of children of a node, and smallest probability of a path that is drafted.
 _MAX_CHILDREN, FLOOR = 8, 0.01
-# Trials that the first weight counts as, and those at which the past is halved, so that weights follow the text.
+# Number of trials that the first weight counts as, and number at which the trials are halved. Halving keeps weights
+# close to recent text.
 _PRIOR_TRIALS = 4
 _MAX_TRIALS = 600
 PRIOR_WEIGHT = 0.5
-# More observations of a context than these add nothing on how far it can be trusted.
+# Contexts with this many observations or more share one weight.
 MAX_TOTAL = 3
 
 
 @dataclass
 class Mixture:
-    """The weights, learnt from every token that came: running means of how probable it is that a component, rather than
-    those of shorter contexts, explains the token."""
+    """The weights of the components, learnt from every token of the text.
+
+    A weight is the running mean of one probability: that a token was produced by this component, and not by a component
+    of shorter contexts.
+    """
 
     weights: dict[Component, float] = field(default_factory=dict)
     trials: dict[Component, int] = field(default_factory=dict)
@@ -38,7 +42,11 @@ class Mixture:
         return self.weights.get(component, PRIOR_WEIGHT)
 
     def learn(self, component: Component, posterior: float) -> None:
-        """Moves a weight by the probability that its component produced the token that came."""
+        """Updates a weight.
+
+        Args:
+            posterior: probability that the component produced the token.
+        """
         trials = self.trials.get(component, _PRIOR_TRIALS) + 1
         weight = self.weight(component)
         self.weights[component] = weight + (posterior - weight) / trials
@@ -49,17 +57,23 @@ class Mixture:
 
 
 class Race:
-    """The target samples `argmax(probs / noise)` (see `Noise`): of tokens that are likely, those with little noise."""
+    """The probability of each token to be sampled, for the noise of one row.
+
+    The target samples `argmax(probs / noise)` (see `Noise`). So a probable token with little noise is the most likely
+    one.
+    """
 
     def __init__(self, state: DraftState, row: int):
         self._state, self._row = state, row
         self._log_noise: dict[int, Tensor] = {}  # by depth, on the CPU
 
     def __call__(self, probabilities: Mapping[int, float], depth: int) -> dict[int, float]:
-        """Probabilities to be chosen after a node at `depth`, from those without the noise.
+        """The probabilities that each token is sampled after a node at `depth`.
 
-        What is left for tokens that are not named wins with a probability of its own: the smallest of `noise / prob`
-        over many tokens is distributed as that of one with all their probability.
+        Args:
+            probabilities: probability of each token before noise. All other tokens share the rest. They are treated as
+                one token with the probability of the rest, because the smallest `noise / prob` of many tokens has the
+                same distribution.
         """
         noise = self._noise(depth)
         num_tokens = len(noise)
@@ -78,7 +92,7 @@ class Race:
         return self._log_noise[depth]
 
 
-# What a token has before any source is asked: about one over a vocabulary. It only keeps posteriors finite.
+# Probability of a token without any source, about one divided by the size of a vocabulary. It keeps posteriors finite.
 _UNSEEN = 1e-5
 
 Tail = tuple[int, ...]
@@ -90,10 +104,11 @@ _second = itemgetter(1)
 class Automaton:
     """P(next token | last tokens): `P <- (1 - w) P + w q` from the shortest context to the longest.
 
-    q are the shares of what followed the context in a source, w is what the mixture has learnt of such contexts.
+    q is the relative frequency of the token after the context in one source. w is the weight of such contexts in the
+    mixture.
 
     Args:
-        sources: counts by name; of equal contexts the later source has the last word.
+        sources: counts by name. For the same context, a later source is interpolated after an earlier one.
     """
 
     def __init__(self, sources: Mapping[str, Source], orders: Sequence[int], mixture: Mixture):
@@ -103,42 +118,42 @@ class Automaton:
         self._lookups = [(name, source.after) for name, source in sources.items()]
 
     def probabilities(self, tail: Tail, floor: float = 0.0, guesses: Sequence[Guess] = ()) -> dict[int, float]:
-        """Token -> probability, as far as it comes from contexts after which the token is frequent.
+        """The probabilities of the next token, by token. Only the leading tokens of each context count.
 
         Args:
-            floor: probability at or below which a part is left out: shorter contexts together, a token of a recycled
-                row.
-            guesses: components that count above all contexts.
+            floor: smallest probability that matters. Shorter contexts are left out when their total probability is not
+                above it. Above 0, rows of recycled tokens leave out improbable tokens.
+            guesses: components that are interpolated after all contexts.
         """
         probabilities: dict[int, float] = {}
         weights = self.mixture.weights
-        left = 1.0  # by the longer contexts
-        for component, found in reversed(self._components(tail, guesses)):
+        left = 1.0  # probability that the longer contexts leave
+        for component, followers in reversed(self._components(tail, guesses)):
             weight = weights.get(component, PRIOR_WEIGHT)
-            share = left * weight / found.total
+            factor = left * weight / followers.total
             if probabilities:
-                for token, count in found.leading(floor > 0):
-                    probabilities[token] = probabilities.get(token, 0.0) + share * count
+                for token, count in followers.leading(floor > 0):
+                    probabilities[token] = probabilities.get(token, 0.0) + factor * count
             else:
-                probabilities = {token: share * count for token, count in found.leading(floor > 0)}
+                probabilities = {token: factor * count for token, count in followers.leading(floor > 0)}
             left *= 1 - weight
             if left <= floor:
                 break
         return probabilities
 
     def learn(self, tail: Tail, token: int, guesses: Sequence[Guess] = ()) -> None:
-        """Moves the weights by the token that came after `tail`; the counts must not have it yet."""
+        """Updates the weights by the token that followed `tail`. The counts must not include that token yet."""
         probability = _UNSEEN
-        for component, found in self._components(tail, guesses):
+        for component, followers in self._components(tail, guesses):
             weight = self.mixture.weight(component)
-            own = weight * found.counts.get(token, 0) / found.total
+            own = weight * followers.counts.get(token, 0) / followers.total
             probability = (1 - weight) * probability + own
             self.mixture.learn(component, own / probability)
 
     def _components(self, tail: Tail, guesses: Sequence[Guess]) -> list[tuple[Component, Followers | RecycledRow]]:
         """Contexts from the shortest to the longest, then the guesses.
 
-        A source that misses a context has no longer one either.
+        A source without a context is not searched for longer contexts, because it cannot have them.
         """
         components: list[tuple[Component, Followers | RecycledRow]] = []
         sources = self._lookups
@@ -147,12 +162,12 @@ class Automaton:
                 break
             context = tail[-order:]
             hits = []
-            for each in sources:
-                found = each[1](context)
-                if found is not None:
-                    hits.append(each)
-                    total = found.total
-                    components.append(((each[0], order, total if total < MAX_TOTAL else MAX_TOTAL), found))
+            for lookup in sources:
+                followers = lookup[1](context)
+                if followers is not None:
+                    hits.append(lookup)
+                    total = followers.total
+                    components.append(((lookup[0], order, total if total < MAX_TOTAL else MAX_TOTAL), followers))
             if not hits:
                 break
             sources = hits
@@ -187,11 +202,12 @@ def draft_tree(
 ) -> TextDraft:
     """The most probable paths after `tail`, best first.
 
-    Contexts move along the path: a draft runs past the end of an occurrence, into shorter contexts and back.
+    The context of a node is the end of its path. So a draft can continue past the end of an occurrence: it falls back
+    to shorter contexts, and returns to longer ones.
 
     Args:
         chain: whether to draft one path only, the most probable token after each.
-        race: probabilities that a sampled request chooses each child, see `Race`; None for greedy requests.
+        race: function that gives the probability of each child to be sampled, see `Race`; None for greedy requests.
     """
     draft = TextDraft()
     longest, num_children = automaton.orders[-1], 1 if chain else _MAX_CHILDREN
@@ -207,8 +223,8 @@ def draft_tree(
         if race is not None:
             probabilities = race(probabilities, depth)
         # `sorted` is faster than `nlargest` for so few.
-        for token, share in sorted(probabilities.items(), key=_second, reverse=True)[:num_children]:
-            path_prob = prob * share
+        for token, token_prob in sorted(probabilities.items(), key=_second, reverse=True)[:num_children]:
+            path_prob = prob * token_prob
             if path_prob < FLOOR:
                 break
             num_pushed += 1

@@ -1,7 +1,7 @@
-"""Sources of the automaton: what followed every context of some texts, and what the target found probable.
+"""Sources of the automaton: counts of the tokens that followed each context, and the target's most probable tokens.
 
-Source of the latter: "Turning Trash into Treasure" (arXiv:2408.08696), whose matrix holds the eight most probable
-tokens of greedy requests, without their probabilities. Here these are kept, and sampled requests use them as well.
+The second source is from "Turning Trash into Treasure" (arXiv:2408.08696). Its matrix holds the eight most probable
+tokens of greedy requests, without probabilities. Here the probabilities are kept, and sampled requests use them, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Followers:
         total: sum of the counts.
     """
 
-    # Followers that are looked at: a frequent token has thousands in a large store, and few of them are drafted.
+    # Number of followers to consider. In a large store a frequent token has thousands, and few of them are drafted.
     MAX_LEADING = 16
 
     __slots__ = ("_leading", "counts", "total")
@@ -32,7 +32,7 @@ class Followers:
         self._leading: list[int] | None = None  # None: all of them
 
     def leading(self, _is_greedy: bool = True) -> Iterable[tuple[int, int]]:
-        """The `MAX_LEADING` most frequent ones with their counts, of equal ones those of smaller ids."""
+        """The `MAX_LEADING` most frequent followers with their counts. Of equally frequent ones, smaller ids win."""
         if self._leading is None:
             return self.counts.items()
         return [(token, self.counts[token]) for token in self._leading]
@@ -69,7 +69,7 @@ ORDERS = (1, 2, 4, 8)
 
 
 class ContextCounts:
-    """The tokens that followed each context whose length is one of `orders`. A token costs one entry an order."""
+    """The tokens that followed each context whose length is one of `orders`. A token adds one entry per order."""
 
     def __init__(self, orders: Sequence[int] = ORDERS):
         self.orders = tuple(orders)
@@ -80,22 +80,26 @@ class ContextCounts:
         return self.followers.get(context)
 
     def extend(self, cursor: list[int], tokens: Iterable[int]) -> None:
-        """Appends tokens to a text; moves its cursor: the last tokens, at most the longest order."""
+        """Appends tokens to a text.
+
+        Args:
+            cursor: last tokens of the text, as many as the longest order at most. It is updated.
+        """
         longest = self.orders[-1]
         for token in tokens:
             for order in self.orders:
                 if order > len(cursor):
                     break
                 context = tuple(cursor[-order:])
-                found = self.followers.get(context)
-                if found is None:
-                    found = self.followers[context] = Followers()
-                found.add(token)
+                followers = self.followers.get(context)
+                if followers is None:
+                    followers = self.followers[context] = Followers()
+                followers.add(token)
             cursor.append(token)
             del cursor[:-longest]
 
     def remove(self, tokens: Sequence[int]) -> None:
-        """Takes back a whole text."""
+        """Removes the counts of a whole text."""
         for order in self.orders:
             for end in range(order, len(tokens)):
                 context = tuple(tokens[end - order : end])
@@ -108,12 +112,12 @@ class ContextCounts:
 MAX_ROWS = 8192
 
 
-# Tokens that are less probable, or come after so many, add nothing to a greedy draft.
+# Smallest probability of a token, and largest number of tokens, that are useful for a greedy draft.
 _SMALLEST, _MAX_PROBABLE = 0.01, 8
 
 
 class RecycledRow:
-    """The tokens that followed a token: as `Followers`, with probabilities for counts."""
+    """The target's most probable tokens after a token, like `Followers` but with probabilities instead of counts."""
 
     total = 1
 
@@ -131,7 +135,7 @@ class RecycledRow:
         return self._counts
 
     def leading(self, is_greedy: bool) -> Iterable[tuple[int, float]]:
-        """Tokens with their probabilities; for a greedy draft those that it can need."""
+        """Tokens with their probabilities; only the useful ones for a greedy draft."""
         if not is_greedy:
             return self.counts.items()
         if self._probable is None:
@@ -141,13 +145,13 @@ class RecycledRow:
 
 
 class RecycledRows:
-    """token -> the row of the last node with it."""
+    """One row for each token, from the last scored node with that token."""
 
     def __init__(self) -> None:
         self._rows: dict[int, RecycledRow] = {}
 
     def learn(self, choices: Choices) -> None:
-        """Remembers the choices at every node; of a token at several nodes, the last one counts."""
+        """Stores the choices at every node. If several nodes have the same token, the last one counts."""
         rows = self._rows
         nodes = zip(choices.tree.rows(), choices.token_ids.tolist(), choices.probs.tolist(), strict=True)
         for (tokens, parents, _), chosen, probs in nodes:

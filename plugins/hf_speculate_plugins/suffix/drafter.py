@@ -70,12 +70,12 @@ class SuffixDrafter(Drafter):
         return cls(num_embeddings(target), parsed)
 
     def check_target(self, target: GenerativeModel) -> None:
-        found = num_embeddings(target)
+        num_tokens = num_embeddings(target)
         has_texts = self.store is not None or self._corpus is not None or self._guide is not None
-        if has_texts and found != self.vocab_size:
+        if has_texts and num_tokens != self.vocab_size:
             raise TargetMismatchError(
                 f"this suffix drafter's store, corpus or tokenizer is of a vocabulary of {self.vocab_size}, the "
-                f"target's has {found}: make one for this target."
+                f"target's has {num_tokens}: make one for this target."
             )
 
     def start(self, request: DraftRequest) -> SuffixSession:

@@ -1,6 +1,6 @@
-"""The text that is likely next where an object of a schema is being written.
+"""Likely continuations of a JSON object that follows a schema.
 
-A forecast continues over brackets, keys and constants to where something free begins: a text, a number, a choice.
+A forecast contains brackets, keys and constants, up to the next free value: a text, a number or a choice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .json_text import JsonText, Level, Place
 from .schemas import Shape
 
 
-# Alternatives that are looked at and that are kept.
+# Largest number of alternatives to consider, and to keep.
 _MAX_LOOKED_AT, _MAX_WAYS = 128, 24
-# Most levels that one forecast opens, and values that it adds to a level: schemas may be recursive.
+# Largest number of levels that a forecast opens, and of values that it adds to a level. Schemas may be recursive.
 _MAX_OPENED, _MAX_ADDED = 3, 6
-_OPTIONAL = 0.7  # share of a key that may be left out
+_OPTIONAL = 0.7  # assumed probability that an optional key is written
 _UNIT = "  "
 _OPENING = re.compile(r"(?:<(?P<tag>[\w|]+)>|(?P<fence>```)\w*)(?P<gap>\s*)$")
 
@@ -30,22 +30,22 @@ class Continuation(NamedTuple):
     Attributes:
         text: text that follows.
         probe: one character that may follow the text; empty if the forecast is complete.
-        share: probability among all ways.
+        prob: probability among all ways.
     """
 
     text: str
     probe: str
-    share: float = 1.0
+    prob: float = 1.0
 
-    def prefixed(self, text: str, share: float = 1.0) -> Continuation:
-        return Continuation(text + self.text, self.probe, share * self.share)
+    def prefixed(self, text: str, prob: float = 1.0) -> Continuation:
+        return Continuation(text + self.text, self.probe, prob * self.prob)
 
 
 class Forecast(NamedTuple):
     """A likely continuation.
 
     Attributes:
-        kind: the question that the ways answer: "open", "key", "choice", "text", "number" or "more".
+        kind: kind of text that comes next: "open", "key", "choice", "text", "number" or "more".
         ways: continuations, likely ones first.
     """
 
@@ -79,12 +79,12 @@ class Forecaster:
             return [stop.prefixed(opening["gap"] + "```")]
         closing = f"{opening['gap']}</{opening['tag']}>"
         again = Continuation("\n" + opening.group(), "{")
-        return [stop.prefixed(closing, 0.5), again.prefixed(closing, 0.25), stop._replace(share=0.25)]
+        return [stop.prefixed(closing, 0.5), again.prefixed(closing, 0.25), stop._replace(prob=0.25)]
 
     def fitting(self, level: Level) -> list[Shape]:
         """The shapes that an open level may have."""
         above = level.above
-        shapes = self._roots if above is None else [each for shape in self.fitting(above) for each in shape.at(above)]
+        shapes = self._roots if above is None else [inner for shape in self.fitting(above) for inner in shape.at(above)]
         kind = "object" if level.is_object else "array"
         values = level.values if level.is_object else ()
         return [shape for shape in shapes if shape.kind == kind and shape.allows(values)]
@@ -110,44 +110,44 @@ class _Writer:
         if place == Place.BEFORE_VALUE:
             gap = text.colon if level.is_object else self._gap(level)
             return _rest("choice", (w.prefixed(gap) for w in self._choices(level)), text.gap)
-        if found := _rest("choice", self._choices(level), word):
-            return found
+        if choices := _rest("choice", self._choices(level), word):
+            return choices
         if word == '"':  # an empty text is rare
             return None
-        # Where a free value ends is not known; if it ends here, what follows is.
+        # The end of a free value is unknown. But if it ends here, the text after it is known.
         ending = "" if place == Place.WORD else '"'
         return _rest("text" if ending else "number", self._written(level, ending), "")
 
     def _keys(self, level: Level, gap: str) -> Iterator[Continuation]:
         """The next key and what follows it; only an object without keys may end here."""
-        for name, share in self._next_keys(level):
+        for name, prob in self._next_keys(level):
             if name is not None:
                 before = f"{gap}{_quoted(name)}:{self._text.colon}"
-                yield from (w.prefixed(before, share) for w in self._named(level, name))
+                yield from (w.prefixed(before, prob) for w in self._named(level, name))
             elif not level.values:
-                yield from (w.prefixed("}", share) for w in self._closed(level))
+                yield from (w.prefixed("}", prob) for w in self._closed(level))
 
     def _named(self, level: Level, name: str) -> Iterator[Continuation]:
         """The value of the key `name`."""
         return self._values(level._replace(key=name, gap=self._first_gap(level)))
 
     def _next_keys(self, level: Level) -> list[tuple[str | None, float]]:
-        """Names that may come next with their shares; None stands for the closing bracket."""
-        found: dict[str | None, float] = {}
+        """Names that may come next with their probabilities; None stands for the closing bracket."""
+        probs: dict[str | None, float] = {}
         for shape in self._owner.fitting(level):
             written = {name for name, _ in level.values}
             names = list(shape.properties)
             last = names.index(level.values[-1][0]) + 1 if level.values else 0
             left = 1.0
             for name in (name for name in names[last:] if name not in written):
-                share = left if name in shape.required else left * _OPTIONAL
-                found[name] = found.get(name, 0.0) + share
-                left -= share
+                prob = left if name in shape.required else left * _OPTIONAL
+                probs[name] = probs.get(name, 0.0) + prob
+                left -= prob
                 if left < 0.1:
                     break
             else:
-                found[None] = found.get(None, 0.0) + left
-        return list(found.items())
+                probs[None] = probs.get(None, 0.0) + left
+        return list(probs.items())
 
     def _values(self, level: Level) -> Iterator[Continuation]:
         """The beginning of the value at `level.key`, or of an item; a constant and what follows it."""
@@ -175,7 +175,7 @@ class _Writer:
 
     def _allowed(self, level: Level) -> list[Shape]:
         """The shapes that the value at `level.key`, or an item, may have."""
-        return [each for shape in self._owner.fitting(level) for each in shape.at(level)]
+        return [inner for shape in self._owner.fitting(level) for inner in shape.at(level)]
 
     def _written(self, level: Level, value: str) -> Iterator[Continuation]:
         """A whole value, and what follows it."""
@@ -193,7 +193,7 @@ class _Writer:
             yield from (w.prefixed("{") for w in self._keys(inner, gap))
 
     def _after_value(self, level: Level | None) -> Iterator[Continuation]:
-        """The comma or the bracket after a finished value, and so on."""
+        """The comma or the bracket after a finished value, and the text after that."""
         if level is None:
             yield from self._owner.ends(self._text)
             return
@@ -205,12 +205,12 @@ class _Writer:
             yield from (w.prefixed(comma, 0.5) for w in islice(self._values(level), 1))
             yield from (w.prefixed(self._closing_gap(level) + "]", 0.5) for w in self._closed(level))
             return
-        for name, share in self._next_keys(level):
+        for name, prob in self._next_keys(level):
             if name is None:
-                yield from (w.prefixed(self._closing_gap(level) + "}", share) for w in self._closed(level))
+                yield from (w.prefixed(self._closing_gap(level) + "}", prob) for w in self._closed(level))
             else:
                 before = f"{comma}{_quoted(name)}:{self._text.colon}"
-                yield from (w.prefixed(before, share) for w in islice(self._named(level, name), 4))
+                yield from (w.prefixed(before, prob) for w in islice(self._named(level, name), 4))
 
     def _closed(self, level: Level) -> Iterator[Continuation]:
         """The text after the bracket that closes a level."""
@@ -266,16 +266,16 @@ def _quoted(text: str) -> str:
 
 
 def _shared(ways: Iterable[Continuation]) -> list[Continuation]:
-    """Ways with shares that sum to one; equal ones become one."""
-    found: dict[tuple[str, str], float] = {}
-    for text, probe, share in islice(ways, _MAX_WAYS):
-        found[text, probe] = found.get((text, probe), 0.0) + share
-    total = sum(found.values())
-    return [Continuation(*key, share / total) for key, share in found.items()]
+    """Ways with probabilities that sum to one; equal ones become one."""
+    probs: dict[tuple[str, str], float] = {}
+    for text, probe, prob in islice(ways, _MAX_WAYS):
+        probs[text, probe] = probs.get((text, probe), 0.0) + prob
+    total = sum(probs.values())
+    return [Continuation(*key, prob / total) for key, prob in probs.items()]
 
 
 def _rest(kind: str, ways: Iterable[Continuation], written: str) -> Forecast | None:
-    """The ways that begin with what is written already, without that."""
+    """The ways that begin with `written`, each without that text."""
     size = len(written)
     left = [
         way._replace(text=way.text[size:])

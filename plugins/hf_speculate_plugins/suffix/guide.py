@@ -1,4 +1,4 @@
-"""Forecasts as tokens: where a text stands among the continuations that its schemas allow."""
+"""Forecasts as tokens, and the position of a text among the continuations that its schemas allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schemas import Shape
 _REPLACEMENT = "\ufffd"  # tokenizers write it for bytes that are not a whole character yet
 # Prompt tokens that are read, for an answer whose beginning the caller has written.
 _NUM_PROMPT_TOKENS = 64
-# Tokens that may wait to be read while nothing depends on them, and texts whose tokens are remembered.
+# Largest number of tokens that stay unread while nothing depends on them, and of texts whose tokens are cached.
 _MAX_UNREAD, _MAX_REMEMBERED = 64, 1 << 16
 
 Component = tuple[str, int, int]
@@ -36,7 +36,7 @@ def _component(kind: str, is_later: int) -> Component:
 
 
 class Vocabulary:
-    """Texts of tokens, and tokens of texts, which are remembered.
+    """Texts of tokens, and tokens of texts, which are cached.
 
     Attributes:
         stop: text of the token that ends an answer; "" if there is none.
@@ -66,26 +66,26 @@ class Vocabulary:
         """The tokens of `text` after the token `last`, without those that would reach into the probe; empty if the
         tokenizer would not have ended a token at `last`."""
         key = (last, text, probe)
-        found = self._tokens.get(key)
-        if found is None:
+        tokens = self._tokens.get(key)
+        if tokens is None:
             if len(self._tokens) >= _MAX_REMEMBERED:
                 self._tokens.clear()
-            found = self._tokens[key] = tuple(self._split(last, text, probe))
-        return found
+            tokens = self._tokens[key] = tuple(self._split(last, text, probe))
+        return tokens
 
     def _split(self, last: int, text: str, probe: str) -> list[int]:
         ids = self._encode(self.text([last]) + text + probe)
         whole = self._decode(ids)
         if not whole.endswith(text + probe):
             return []
-        found, num_wanted = [], len(text) + len(probe)
+        tokens, num_wanted = [], len(text) + len(probe)
         for count, token in enumerate(ids):
             left = len(whole) - len(self._decode(ids[:count]))
-            if left == num_wanted or found:
+            if left == num_wanted or tokens:
                 if len(whole) - len(self._decode(ids[: count + 1])) < len(probe) or token >= self._size:
                     break
-                found.append(token)
-        return found
+                tokens.append(token)
+        return tokens
 
     def _after_anchor(self, tokens: Sequence[int]) -> str:
         return self._decode([*self._anchor, *tokens])[len(self._decode(self._anchor)) :]
@@ -101,7 +101,7 @@ class _Chain(NamedTuple):
     """A continuation, with the tokens of it that are passed already, and its probability among all."""
 
     tokens: tuple[int, ...]
-    share: float
+    prob: float
 
 
 class Guide:
@@ -128,16 +128,17 @@ class Guide:
         forecast = None if last is None else self.forecaster(text)
         if forecast is None or last is None:
             return "", ()
-        ways = ((self.vocabulary.tokens(last, way.text, way.probe), way.share) for way in forecast.ways)
-        return forecast.kind, tuple(_Chain(tokens, share) for tokens, share in ways if tokens)
+        ways = ((self.vocabulary.tokens(last, way.text, way.probe), way.prob) for way in forecast.ways)
+        return forecast.kind, tuple(_Chain(tokens, prob) for tokens, prob in ways if tokens)
 
 
 class Position:
-    """A place in a text, or in a draft after it. It does not change.
+    """An immutable position in a text, or in a draft after it.
 
     Args:
-        unread: tokens since then.
-        kind, chains: continuations that the unread tokens have followed so far; None if they are to be found.
+        text: reader of the text up to the unread tokens.
+        unread: last tokens, which `text` has not read yet.
+        kind, chains: continuations that the unread tokens have followed so far; None if they must be found first.
     """
 
     __slots__ = ("_chains", "_guess", "_guide", "_kind", "_last", "_next", "_text", "_unread")
@@ -164,28 +165,28 @@ class Position:
         if not self._chains:
             return ()
         if self._guess is None:
-            shares: dict[int, float] = {}
+            probs: dict[int, float] = {}
             for chain in self._chains:
                 token = chain.tokens[len(self._unread)]
-                shares[token] = shares.get(token, 0.0) + chain.share
-            tokens = sorted(shares, key=lambda token: -shares[token])
-            total = sum(shares.values())
-            row = RecycledRow(tokens, [shares[token] / total for token in tokens])
+                probs[token] = probs.get(token, 0.0) + chain.prob
+            tokens = sorted(probs, key=lambda token: -probs[token])
+            total = sum(probs.values())
+            row = RecycledRow(tokens, [probs[token] / total for token in tokens])
             self._guess = (_component(self._kind, int(bool(self._unread))), row)
         return (self._guess,)
 
     def after(self, token: int) -> Position:
         """The position after one more token."""
-        found = self._next.get(token)
-        if found is None:
-            found = self._next[token] = self._follow(token) or self._read(token)
-        return found
+        position = self._next.get(token)
+        if position is None:
+            position = self._next[token] = self._follow(token) or self._read(token)
+        return position
 
     def _follow(self, token: int) -> Position | None:
         """The position in the continuations that have this token and others after it; None if there are none."""
         place = len(self._unread)
         chains = tuple(
-            each for each in self._chains or () if len(each.tokens) > place + 1 and each.tokens[place] == token
+            chain for chain in self._chains or () if len(chain.tokens) > place + 1 and chain.tokens[place] == token
         )
         if not chains:
             return None

@@ -85,14 +85,14 @@ class JsonText:
 
     def _search(self, text: str, at: int) -> int:
         """Continues after the next opening brace."""
-        found = text.find("{", at)
-        passed = text[at:] if found < 0 else text[at:found]
+        brace = text.find("{", at)
+        passed = text[at:] if brace < 0 else text[at:brace]
         self._outside = (self._outside + passed)[-_MAX_LEAD:]
-        if found < 0:
+        if brace < 0:
             return len(text)
         self.lead, self._outside = self._outside, ""
         self._open(is_object=True)
-        return found + 1
+        return brace + 1
 
     def _read_string(self, level: Level, text: str, at: int) -> int:
         """Reads to the closing quote; the text is not JSON if the line ends before."""

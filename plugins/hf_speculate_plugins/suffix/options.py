@@ -45,8 +45,8 @@ class SuffixOptions:
         if not isinstance(self.store, bool | SuffixStore):
             raise OptionError(f"suffix: store is True, False or a SuffixStore, got {type(self.store).__name__}.")
         if self.schemas and not isinstance(self.tokenizer, PreTrainedTokenizerBase):
-            found = type(self.tokenizer).__name__
-            raise OptionError(f"suffix: schemas need the target's tokenizer: give tokenizer=, got {found}.")
+            given = type(self.tokenizer).__name__
+            raise OptionError(f"suffix: schemas need the target's tokenizer: give tokenizer=, got {given}.")
 
     def __repr__(self) -> str:
         """The options without what would fill the screen."""

@@ -51,14 +51,14 @@ class Shape:
     @cached_property
     def properties(self) -> dict[str, list[Shape]]:
         """The alternatives of each property, in the order of the schema."""
-        found = self._schema.get("properties") or {}
-        return {name: shapes_of(each, self._whole) for name, each in found.items()}
+        properties = self._schema.get("properties") or {}
+        return {name: shapes_of(schema, self._whole) for name, schema in properties.items()}
 
     @cached_property
     def items(self) -> list[Shape]:
         """The alternatives of an array's items."""
-        found = self._schema.get("items")
-        return shapes_of(found, self._whole) if isinstance(found, Mapping) else []
+        items = self._schema.get("items")
+        return shapes_of(items, self._whole) if isinstance(items, Mapping) else []
 
     def at(self, level: Level) -> Sequence[Shape]:
         """The alternatives of the value that is next in a level of this shape."""
@@ -68,29 +68,30 @@ class Shape:
         """Whether an object may hold these keys. Of values only constants are compared: they distinguish tools."""
         for key, text in values:
             shapes = self.properties.get(key)
-            if shapes is None or (shapes and all(len(each.texts) == 1 and text not in each.texts for each in shapes)):
+            if shapes is None or (shapes and all(len(s.texts) == 1 and text not in s.texts for s in shapes)):
                 return False
         return True
 
 
 def shapes_of(schema: Any, whole: Schema) -> list[Shape]:
     """The alternatives of a schema; empty where it is not an object or a reference leads nowhere."""
-    return [Shape(each, whole) for each in _expanded(schema, whole, _MAX_REFERENCES)[:_MAX_ALTERNATIVES]]
+    return [Shape(alternative, whole) for alternative in _expanded(schema, whole, _MAX_REFERENCES)[:_MAX_ALTERNATIVES]]
 
 
 def _expanded(schema: Any, whole: Schema, left: int) -> list[dict[str, Any]]:
     if not isinstance(schema, Mapping) or not left:
         return []
     rest = {name: value for name, value in schema.items() if name not in ("$ref", "allOf", *_ALTERNATIVES)}
-    found = [rest]
+    alternatives = [rest]
     if "$ref" in schema:
-        found = _joined(found, _expanded(_referred(schema["$ref"], whole), whole, left - 1))
+        alternatives = _joined(alternatives, _expanded(_referred(schema["$ref"], whole), whole, left - 1))
     for name in _ALTERNATIVES:
         if isinstance(schema.get(name), list):
-            found = _joined(found, [each for part in schema[name] for each in _expanded(part, whole, left - 1)])
+            choices = [choice for part in schema[name] for choice in _expanded(part, whole, left - 1)]
+            alternatives = _joined(alternatives, choices)
     for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        found = _joined(found, _expanded(part, whole, left - 1))
-    return [single for each in found for single in _by_type(each)]
+        alternatives = _joined(alternatives, _expanded(part, whole, left - 1))
+    return [single for alternative in alternatives for single in _by_type(alternative)]
 
 
 def _joined(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,10 +118,10 @@ def _referred(reference: Any, whole: Schema) -> Any:
     """The part of the same document that `#/$defs/name` names; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: Any = whole
+    part: Any = whole
     for name in reference[1:].split("/")[1:]:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part
 
 
 def _texts(schema: Schema, kind: str) -> tuple[str, ...]:
@@ -128,9 +129,9 @@ def _texts(schema: Schema, kind: str) -> tuple[str, ...]:
         values: Any = [schema["const"]]
     else:
         values = schema.get("enum", {"boolean": [True, False], "null": [None]}.get(kind, ()))
-    if not isinstance(values, list | tuple) or any(isinstance(each, dict | list | tuple) for each in values):
+    if not isinstance(values, list | tuple) or any(isinstance(value, dict | list | tuple) for value in values):
         return ()
-    return tuple(json.dumps(each, ensure_ascii=False, default=str) for each in values)
+    return tuple(json.dumps(value, ensure_ascii=False, default=str) for value in values)
 
 
 def read_schemas(schemas: Sequence[Any], arguments: str) -> list[Shape]:
@@ -143,7 +144,7 @@ def read_schemas(schemas: Sequence[Any], arguments: str) -> list[Shape]:
     """
     if isinstance(schemas, str | bytes | Mapping) or not isinstance(schemas, Sequence):
         raise OptionError(f"suffix: schemas is a list, got one {_kind(schemas)}. {_POSSIBLE}.")
-    return [shape for number, each in enumerate(schemas) for shape in _read(each, number, arguments)]
+    return [shape for number, schema in enumerate(schemas) for shape in _read(schema, number, arguments)]
 
 
 def _read(given: Any, number: int, arguments: str) -> list[Shape]:

@@ -1,4 +1,4 @@
-"""One request of `suffix`: counts per row, which grow with the text, and what is shared."""
+"""One request of `suffix`: the counts of each row, which grow with its text, and sources that requests share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TextRow:
 
 
 class SuffixSession(DraftSession):
-    """Counts of one text a row.
+    """Drafts from the counts of each row's text, and from sources that requests share.
 
     Args:
         store: store that gets the outputs; its lock is held while sources are read. None: there is none.
@@ -78,7 +78,7 @@ class SuffixSession(DraftSession):
         guide: Guide | None = None,
     ):
         self.options = options
-        # The end of the output is not drafted after, but belongs into the store.
+        # Nothing is drafted after the end of the output, but the store needs that end.
         self.carries_over = store is not None
         self._recycled, self._store, self._mixture, self._keep = recycled, store, mixture, keep
         self.num_choices = _NUM_RECYCLED
@@ -119,7 +119,7 @@ class SuffixSession(DraftSession):
         )
 
     def close(self) -> None:
-        """Records the outputs. Recorded earlier, a text would count twice, here and in the store."""
+        """Stores the outputs. Stored earlier, a text would count twice: in this request and in the store."""
         if self._store is not None:
             for number, output in zip(self._numbers, self._outputs, strict=True):
                 self._store.extend(number, output)

@@ -27,7 +27,7 @@ _KINDS: dict[str, Any] = {"format": str, "vocab_size": int, "max_tokens": int, "
 
 @dataclass
 class _StoredRequest:
-    """One request's output, and where its index has read to."""
+    """One request's output, and the cursor of its counts."""
 
     adapters: str
     tokens: list[int] = field(default_factory=list)
@@ -38,8 +38,8 @@ class SuffixStore:
     """Outputs of earlier requests, counted apart for each set of the target's adapters, and what the target found
     probable after each token (`RecycledRows`; neither saved nor taken back with a request). May be shared by threads.
 
-    Whoever may send requests can find out by their timing what others' requests have written here; texts are never
-    changed by it. One store for people who may not read each other's texts is a leak.
+    A store never changes a text. But it changes the speed of requests, so by timing them, a user can find out what the
+    requests of others have written. Do not share a store between people who may not read each other's texts.
 
     Args:
         max_tokens: most tokens of all outputs; above it the oldest request's go.
@@ -116,7 +116,7 @@ class SuffixStore:
                 self.counts(request.adapters).remove(request.tokens)
 
     def clear(self) -> None:
-        """Drops everything; requests that run on are not recorded."""
+        """Drops everything. Outputs of requests that are still running are not stored."""
         with self.lock:
             self._recycled.clear()
             for number in list(self._requests):
@@ -130,7 +130,9 @@ class SuffixStore:
                 tokens); what was there is still there.
         """
         with self.lock:
-            requests = [{"adapters": each.adapters, "tokens": [*each.tokens]} for each in self._requests.values()]
+            requests = [
+                {"adapters": request.adapters, "tokens": [*request.tokens]} for request in self._requests.values()
+            ]
             content = {
                 "format": _FORMAT,
                 "vocab_size": self._vocab_size,
@@ -156,14 +158,14 @@ class SuffixStore:
         _check(path, vocab_size is None or vocab_size >= 0, f'"vocab_size" is {vocab_size!r}')
         max_tokens = content.get("max_tokens") or 0
         _check(path, max_tokens > 0, f'"max_tokens" is {max_tokens!r}')
-        for each in requests:
-            _check(path, _is_request(each, vocab_size), f"a request is not tokens below {vocab_size} with adapters")
-        num_tokens = sum(len(each["tokens"]) for each in requests)
+        for request in requests:
+            _check(path, _is_request(request, vocab_size), f"a request is not tokens below {vocab_size} with adapters")
+        num_tokens = sum(len(request["tokens"]) for request in requests)
         _check(path, num_tokens <= max_tokens, f"{num_tokens} tokens are above its own limit")
         store = cls(max_tokens)
         store._vocab_size = vocab_size
-        for each in requests:
-            store.extend(store.begin(each["adapters"]), each["tokens"])
+        for request in requests:
+            store.extend(store.begin(request["adapters"]), request["tokens"])
         return store
 
 
@@ -189,6 +191,6 @@ def _is_request(value: Any, vocab_size: int | None) -> bool:
     return isinstance(tokens, list) and all(_is_count(token) and token < (vocab_size or 0) for token in tokens)
 
 
-def _check(path: str | os.PathLike[str], is_right: bool, found: str) -> None:
+def _check(path: str | os.PathLike[str], is_right: bool, problem: str) -> None:
     if not is_right:
-        raise CheckpointError(f"{os.fspath(path)} is not a store that can be read: {found}. Nothing was loaded.")
+        raise CheckpointError(f"{os.fspath(path)} is not a store that can be read: {problem}. Nothing was loaded.")

@@ -24,7 +24,7 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
 
     Returns:
         JSON-serialisable: `rows` with `tokens_per_round` (of all rounds), `mean_acceptance_length` and its
-        `standard_error` over the prompts (jackknife), `acceptance_rate_by_depth`, and `drafted_nodes` a round. The
+        `standard_error` over the prompts (jackknife), `acceptance_rate_by_depth`, and `drafted_nodes` per round. The
         latter is below `nodes` at the end of a text and for drafters that find less.
     """
     check_temperatures(*settings.temperatures)

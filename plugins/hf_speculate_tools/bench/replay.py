@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hf_speculate.drafting import Deepening
+from hf_speculate.drafting import EarlyStopping
 from hf_speculate.policy import NOTHING, Budget, DraftPolicy, PolicyRequest, PolicySession, Situation
 from hf_speculate.speculator import Speculator
 from hf_speculate.tree import DraftTree, Round
@@ -44,8 +44,8 @@ class _Noting(PolicySession):
         self._budgets.append(self._inner.choose(situation))
         return self._budgets[-1]
 
-    def deepening(self) -> Deepening | None:
-        return self._inner.deepening()
+    def early_stopping(self) -> EarlyStopping | None:
+        return self._inner.early_stopping()
 
     def cut(self, tree: DraftTree) -> DraftTree:
         cut = self._inner.cut(tree)

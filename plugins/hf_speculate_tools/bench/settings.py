@@ -86,7 +86,7 @@ class GenerateSettings(WorkloadSettings):
         ),
     ] = None
     prompt_lookup_num_tokens: Annotated[
-        int, typer.Option("--lookup-tokens", min=1, help="Number of tokens that stock prompt lookup drafts in a round.")
+        int, typer.Option("--lookup-tokens", min=1, help="Number of tokens that stock prompt lookup drafts per round.")
     ] = 10
     exact: Exact = False
     stock_speculative: bool = True

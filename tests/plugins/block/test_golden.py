@@ -95,7 +95,7 @@ def scores_of(drafter, session, root, **state):
 
 def slots_of(session, root):
     states = session._steps.slots(torch.tensor([int(root)]))
-    session._reading.drop()
+    session._head_cache.drop()
     return states
 
 

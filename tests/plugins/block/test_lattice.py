@@ -37,7 +37,7 @@ def saved(tmp_path, change=lambda config: None, rename=lambda name: name):
 def scores_after(session, drafter) -> BlockScores:
     request = BlockRequest.of(drafter._loaded, drafter.options, state_for([ROOT]), drafter.spec.max_depth)
     slots = session._steps.slots(request.anchors)
-    session._reading.drop()
+    session._head_cache.drop()
     request = request._replace(last=session._steps.last)
     return BlockScores.of_block(drafter.head, request, slots, drafter.spec.max_depth)
 

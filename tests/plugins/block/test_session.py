@@ -28,7 +28,7 @@ PAIRED = ("dspark", "gated", "reduced")
 def slots_of(session, anchor):
     """States of all slots of a block."""
     states = session._steps.slots(torch.tensor([anchor]))
-    session._reading.drop()
+    session._head_cache.drop()
     return states
 
 

@@ -174,8 +174,8 @@ class Asking(EmptyDrafter):
         session = super().start(request)
 
         def draft(state):
-            first = state.goes_on(torch.tensor([[-0.01, -4.0]]))
-            second = state.goes_on(torch.tensor([[-0.02, -5.0]]), torch.tensor([[0, 1]]))
+            first = state.should_continue(torch.tensor([[-0.01, -4.0]]))
+            second = state.should_continue(torch.tensor([[-0.02, -5.0]]), torch.tensor([[0, 1]]))
             self.answers.append((first, second))
             return tree([int(state.root_ids[0]), 90], [-1, 0])
 
@@ -187,7 +187,7 @@ def test_a_part_is_asked_about_with_what_its_values_are_worth(tiny_model):
     """What the policy is asked with are calibrated path probabilities, not the drafter's own."""
     seen = []
 
-    def deepening(values, previous=None):
+    def early_stopping(values, previous=None):
         seen.append((values.exp(), previous))
         return True
 
@@ -195,7 +195,7 @@ def test_a_part_is_asked_about_with_what_its_values_are_worth(tiny_model):
     session = CombinedDrafter([EmptyDrafter(), asking]).start(request_of(tiny_model(), torch.tensor([[1]])))
     session.observe(torch.tensor([[2]]), {}, torch.tensor([1]))
     for _ in range(30):
-        session.draft(replace(state([5]), deepening=deepening))
+        session.draft(replace(state([5]), early_stopping=early_stopping))
         session.observe(torch.tensor([[11]]), {}, torch.tensor([1]))
     assert asking.answers[-1] == (True, True)
     (early, _), (early_next, previous) = seen[:2]

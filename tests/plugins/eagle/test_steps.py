@@ -11,7 +11,7 @@ from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import RAW_LAST
 from hf_speculate_plugins.eagle import EagleDrafter, EagleSession
 from hf_speculate_plugins.eagle.steps import PlainSteps
-from hf_speculate_plugins.heads import CachedAttention, Reading
+from hf_speculate_plugins.heads import CachedAttention, HeadCache
 
 from ...support.heads import EAGLE_LAYOUTS, PLAIN, SHAPES, batch_of, target
 from ...support.tiers import quick_quarter
@@ -47,11 +47,11 @@ class Watch:
         self.mask = None if mask is None else mask.bool()
         self.worst, self.num_nodes, self.num_rounds, self.accepted = 0.0, 0, 0, 0
         self.rows, self.forest, self.active, self.memo = [], None, (), {}
-        observe, draft, level, drop = EagleSession.observe, EagleSession.draft, PlainSteps.level, Reading.drop
+        observe, draft, level, drop = EagleSession.observe, EagleSession.draft, PlainSteps.level, HeadCache.drop
         monkeypatch.setattr(EagleSession, "observe", lambda s, *args: self.observe(observe, s, *args))
         monkeypatch.setattr(EagleSession, "draft", lambda s, state: self.draft(draft, s, state))
         monkeypatch.setattr(PlainSteps, "level", lambda s, *args: self.level(level, s, *args))
-        monkeypatch.setattr(Reading, "drop", lambda r: self.drop(drop, r))
+        monkeypatch.setattr(HeadCache, "drop", lambda r: self.drop(drop, r))
 
     def observe(self, original, session, tokens, features, lengths):
         original(session, tokens, features, lengths)
@@ -90,9 +90,9 @@ class Watch:
     def new(self, plan, token_ids):
         return plan.num_nodes - token_ids.shape[1], plan.num_nodes
 
-    def drop(self, original, reading):
+    def drop(self, original, head_cache):
         self.forest = None
-        original(reading)
+        original(head_cache)
 
     def compare(self, logits, paths):
         for row, row_paths in enumerate(paths):

@@ -63,7 +63,7 @@ def test_unrolled_steps_are_those_of_drafting(family):
             torch.testing.assert_close(inputs[0], outputs[step][0, last], rtol=1e-4, atol=1e-4)
             plan = TreePlan.from_parents([range(-1, step)])
             entry = tokens[:, last + 2 + step, None]
-            positions, masks = session._reading.node_place(plan, 1)
+            positions, masks = session._head_cache.node_place(plan, 1)
             hidden = session._steps._run(entry, fed_back[:, None], positions, masks)[:, 0]
 
 

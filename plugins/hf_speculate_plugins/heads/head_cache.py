@@ -1,6 +1,6 @@
-"""The entries that a head has read in one request: its KV cache, their positions, and the masks of new entries.
+"""The KV cache of a head in one request, with the positions of its entries and the masks of new ones.
 
-Committed entries (from the target's features) stay; entries of a growing tree are appended after them and dropped
+Committed entries (from the target's features) stay. Entries of a growing tree are appended after them and dropped
 before the next round, so a drafted state never outlives its round. Rows of a batch may be left padded and have their
 own lengths; a hole is masked, never re-used before `keep`.
 """
@@ -29,15 +29,16 @@ Place = tuple[Tensor, list[Tensor | None]]
 """Positions of new entries [B, N], and for each layer an additive mask [B or 1, 1, N, M + N], None: they see all."""
 
 
-class Reading:
-    """The entries of one request. Others run the head over them.
+class HeadCache:
+    """The KV cache of one request. The forwards that fill it are elsewhere.
 
     Args:
         prompt_mask: bool [B, J], the entries of the prompt that are real; None when all are.
         positions: int64 [B, J], position of every entry of the prompt; [kinds, B, J] for a head that counts pictures.
-        cache: entries of the text before the prompt that an earlier turn has read; all of them are real.
+        tree_cache: entries of the text before the prompt, from an earlier turn; all of them are real.
 
     Attributes:
+        tree_cache: keys and values of all entries.
         prompt_mask: the argument on the head's device; None when all entries are real.
         prompt_positions: `positions` on the head's device.
     """
@@ -47,16 +48,16 @@ class Reading:
         head: SharingHead[Any],
         prompt_mask: Bool[Tensor, "B J"] | None,
         positions: Int[Tensor, "*kinds B J"],
-        cache: TreeCache | None = None,
+        tree_cache: TreeCache | None = None,
     ):
         self.head = head
-        self.cache = cache or TreeCache(DynamicCache(), positions.shape[-2])
+        self.tree_cache = tree_cache or TreeCache(DynamicCache(), positions.shape[-2])
         self._layers = [LayerType("", layer, window) for layer, window in enumerate(head.windows)]
         device = head.device
         self.prompt_mask = None if prompt_mask is None or bool(prompt_mask.all()) else prompt_mask.to(device)
         self.prompt_positions = positions.to(device)
         # After the prompt, position = index in the cache + shift.
-        last_index = self.cache.append_index + positions.shape[-1] - 1
+        last_index = self.tree_cache.append_index + positions.shape[-1] - 1
         self._shifts = [last - last_index for last in _of_one_kind(positions)[:, -1].tolist()]
 
     @classmethod
@@ -65,16 +66,16 @@ class Reading:
         head: SharingHead[Any],
         request: DraftRequest,
         shape: tuple[int, int],
-        resume: Callable[[int], Reading | None],
-    ) -> Reading:
-        """The reading of a request whose prompt has features at the last J places of its B rows.
+        resume: Callable[[int], HeadCache | None],
+    ) -> HeadCache:
+        """The cache of a request whose prompt has features at the last J positions of its B rows.
 
-        Positions are those of the text: where the start of it has no features, and no earlier turn has read it, the
-        head starts cold but at the right place.
+        Positions are those of the text. If the start of the text has no features, and no earlier turn has read it, its
+        entries are missing, but the others have the right positions.
 
         Args:
-            resume: function that returns the earlier turn's reading of so many entries, made ready for this one; None
-                if there is none.
+            resume: function that returns the earlier turn's cache, cut to a number of entries and ready for this
+                request; None if there is none.
         """
         num_rows, count = shape
         mask, of_kinds = request.attention_mask, request.position_ids
@@ -94,17 +95,20 @@ class Reading:
         return any(self.head.windows)
 
     def entry_positions(self) -> Int[Tensor, "B M"]:
-        """Positions of the committed entries; those of entries that are not real mean nothing."""
-        return torch.arange(self.cache.append_index, device=self.head.device, dtype=torch.long) + self._shift_column()
+        """Positions of the committed entries; those of padding and holes have no meaning."""
+        return (
+            torch.arange(self.tree_cache.append_index, device=self.head.device, dtype=torch.long) + self._shift_column()
+        )
 
     def prompt_place(self, part: slice) -> tuple[Tensor, list[Tensor | None] | None]:
-        """Positions and masks of some entries of the prompt, those before it being committed, those after it not run.
+        """Positions and masks of some entries of the prompt. Those before them are committed, those after them did not
+        run yet.
 
         Returns:
-            Without masks where causal attention over these entries alone is the same.
+            Positions and masks. None instead of masks if causal attention over these entries alone is the same.
         """
         positions = self.prompt_positions[..., part]
-        if not self.cache.append_index and self.prompt_mask is None and not self.has_windows:
+        if not self.tree_cache.append_index and self.prompt_mask is None and not self.has_windows:
             return positions, None
         size = positions.shape[-1]
         block = None if self.prompt_mask is None else self.prompt_mask[:, part]
@@ -127,37 +131,40 @@ class Reading:
 
     def next_positions(self) -> list[int]:
         """Position of the next entry of each row."""
-        return [length + shift for length, shift in zip(self.cache.lengths, self._shifts, strict=True)]
+        return [length + shift for length, shift in zip(self.tree_cache.lengths, self._shifts, strict=True)]
 
     def visible(self) -> Bool[Tensor, "B M"] | None:
         """Mask of the M committed entries that are real; None if all are."""
-        if self.prompt_mask is None and not self.cache.is_ragged:
+        if self.prompt_mask is None and not self.tree_cache.is_ragged:
             return None
-        return visible_prefix(self.cache.lengths, self.prompt_mask, self.cache.append_index, self.head.device)
+        return visible_prefix(self.tree_cache.lengths, self.prompt_mask, self.tree_cache.append_index, self.head.device)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Commits the first `lengths[r]` entries of each row that were appended."""
-        self.cache.keep([range(length) for length in lengths])
+        self.tree_cache.keep([range(length) for length in lengths])
 
     def keep_all(self) -> None:
         """Commits everything that was appended."""
-        self.cache.commit_appended()
+        self.tree_cache.commit_appended()
 
     def drop(self) -> None:
         """Forgets everything that was appended."""
-        self.cache.restore()
+        self.tree_cache.restore()
 
-    def resumed(self, num_entries: int, num_new: int) -> Reading | None:
-        """The reading of the next turn's text, which adds `num_new` entries after the first `num_entries` of this one;
-        None where fewer have been read, or not from the start of the text. One row; this one ends."""
-        if self._shifts != [0] or self.prompt_mask is not None or self.cache.append_index < num_entries:
+    def resumed(self, num_entries: int, num_new: int) -> HeadCache | None:
+        """The cache of the next turn, which adds `num_new` entries after the first `num_entries` of this one.
+
+        It has one row, and takes over the entries: this object must not be used any more. None if this cache has fewer
+        entries, or lacks the start of the text.
+        """
+        if self._shifts != [0] or self.prompt_mask is not None or self.tree_cache.append_index < num_entries:
             return None
-        self.cache.truncate([num_entries])
-        return Reading(
+        self.tree_cache.truncate([num_entries])
+        return HeadCache(
             self.head,
             None,
             torch.arange(num_entries, num_entries + num_new, dtype=torch.long, device="cpu")[None],
-            self.cache,
+            self.tree_cache,
         )
 
     def _shift_column(self) -> Int[Tensor, "B 1"]:
@@ -166,12 +173,12 @@ class Reading:
     def _masks(
         self, plan: TreePlan, positions: Tensor, first: int = 0, block: Tensor | None = None
     ) -> list[Tensor | None]:
-        """Masks of a forward over the nodes of `plan` from `first` on, one a layer.
+        """Masks of a forward over the nodes of `plan` from `first` on, one per layer.
 
         Args:
             block: bool [B, n], the nodes that are real; None if all are.
         """
-        num_prefix, visible = self.cache.append_index, self.visible()
+        num_prefix, visible = self.tree_cache.append_index, self.visible()
         is_chain = plan.num_nodes == plan.max_depth + 1
         if visible is None and is_chain and positions.shape[1] == 1 and not self.has_windows:
             return [None] * len(self._layers)
@@ -187,7 +194,7 @@ class Reading:
         return [self._windowed(mask, plan, positions, layer) for layer in self._layers]
 
     def _windowed(self, mask: Tensor, plan: TreePlan, positions: Tensor, layer: LayerType) -> Tensor:
-        """`mask` that also hides entries too far back for a layer."""
+        """`mask` that also hides entries before the window of a layer."""
         if layer.window is None:
             return mask
         num_prefix = mask.shape[-1] - plan.num_nodes
@@ -205,7 +212,7 @@ def _of_one_kind(positions: Int[Tensor, "*kinds B J"]) -> Int[Tensor, "B J"]:
 
 
 def _causal(count: int) -> TreePlan:
-    """The plan of a chain. Prompts are long and of many lengths, so it is not compiled node by node nor cached."""
+    """The plan of a chain. It is neither built node by node nor cached, as prompts are long and of many lengths."""
     ancestors = torch.ones(1, count, count, dtype=torch.bool, device="cpu").tril()
     return TreePlan(
         depths=torch.arange(count, dtype=torch.long, device="cpu")[None], ancestors=ancestors, max_depth=count - 1

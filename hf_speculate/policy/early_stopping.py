@@ -1,4 +1,4 @@
-"""The decision whether another level of a draft pays, made while the draft is made."""
+"""Early stopping: while a draft is made, the policy decides before each level whether that level pays."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class PathProbabilities:
         self._nodes: list[list[tuple[float, float]]] = []  # values and probabilities of the last level's nodes
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> list[list[float]]:
-        """The probability of each node of the next level, for the arguments of `Deepening`."""
+        """The probability of each node of the next level, for the arguments of `EarlyStopping`."""
         above, share = self._nodes, self._calibration.share
         parents = None if previous is None else previous.tolist()
         self._nodes = []
-        for row, found in enumerate(values.tolist()):
+        for row, row_values in enumerate(values.tolist()):
             nodes = []
-            for node, value in enumerate(found):
+            for node, value in enumerate(row_values):
                 parent = node if parents is None else parents[row][node]
                 before, probability = above[row][parent] if above else (0.0, 1.0)
                 nodes.append((value, probability * share(value - before)))
@@ -37,7 +37,7 @@ class PathProbabilities:
 
 
 class WhilePaying:
-    """Agrees to another level while the nodes to expand are likely enough to be right.
+    """Continues a draft while the nodes to expand are likely enough to be right.
 
     Args:
         acceptance: acceptance statistics of the drafter.
@@ -62,10 +62,10 @@ class WhilePaying:
 
     def __call__(self, values: Tensor, previous: Tensor | None = None) -> bool:
         self._depth += 1
-        found = self._probabilities(values, previous)
+        probabilities = self._probabilities(values, previous)
         # Drafters may leave out finished rows, but need not: finished rows do not count here.
-        rows = [row for row in self._rows if row < len(found)] or range(len(found))
-        mass = sum(sum(found[row]) for row in rows) / len(rows)
+        rows = [row for row in self._rows if row < len(probabilities)] or range(len(probabilities))
+        mass = sum(sum(probabilities[row]) for row in rows) / len(rows)
         pays = mass * self._acceptance.next_level(self._depth) > self._price
         self._num_yes += pays
         return pays
