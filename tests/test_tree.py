@@ -220,7 +220,7 @@ def test_plans_that_are_kept_are_nobodys_mode():
     assert not bias.is_inference()
 
 
-@pytest.mark.parametrize("kind", ["plans", "runs"])
+@pytest.mark.parametrize("kind", ["plans", "ranges"])
 def test_what_is_kept_by_structure_stops_growing(kind):
     """A long session drafts ever new trees."""
 
@@ -230,7 +230,7 @@ def test_what_is_kept_by_structure_stops_growing(kind):
             if kind == "plans":
                 TreePlan.from_parents([parents]).bias(torch.float32, torch.device("cpu"))
             else:
-                TreeMask([parents], 5, make=lambda: None).runs()
+                TreeMask([parents], 5, make=lambda: None).visible_ranges()
         gc.collect()
         return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
 

@@ -33,9 +33,9 @@ extern "C" {{
 bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
 int hfs_kind(const char *) {{ return {answer}; }}  int hfs_step() {{ return 0; }}
-int hfs_draft() {{ return 0; }}  int hfs_team_size() {{ return 1; }}
+int hfs_draft() {{ return 0; }}  int hfs_thread_pool_size() {{ return 1; }}
 bool hfs_delta() {{ return true; }}  bool hfs_attend() {{ return true; }}
-long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_runs() {{ return 0; }}
+long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_ranges_of_mask() {{ return 0; }}
 long long hfs_argmax() {{ return 0; }}
 void hfs_large_pages() {{}}  void hfs_move() {{}}  void hfs_exponential() {{}}  void hfs_most_probable() {{}}
 void hfs_set_threads() {{}}

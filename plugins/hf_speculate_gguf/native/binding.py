@@ -73,14 +73,14 @@ class Library:
         for name, result, arguments in (
             ("hfs_kind", integer, (ctypes.c_char_p,)),
             ("hfs_has_threads", flag, ()),
-            ("hfs_team_size", integer, (integer,)),
+            ("hfs_thread_pool_size", integer, (integer,)),
             ("hfs_set_threads", None, (integer, integer)),
             ("hfs_bytes", flag, ()),
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_large_pages", None, (pointer, size)),
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
-            ("hfs_runs", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
+            ("hfs_ranges_of_mask", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
             ("hfs_exponential", None, (pointer, pointer, size)),
             ("hfs_argmax", size, (pointer, size, flag)),
             ("hfs_most_probable", None, (pointer, size, size, size, flag, size, pointer, pointer, integer)),
@@ -94,11 +94,12 @@ class Library:
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
+        self.run_layers, self.step = functions.hfs_layers, functions.hfs_step
+        self.ranges_of_mask = functions.hfs_ranges_of_mask
         self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
         self.cut, self.draft = functions.hfs_cut, functions.hfs_draft
         self.run_delta, self.attend = functions.hfs_delta, functions.hfs_attend
-        self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
+        self.thread_pool_size, self.set_threads = functions.hfs_thread_pool_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         if min(self.kinds.values()) < 0:
@@ -161,9 +162,9 @@ class Library:
         tiles: UInt8[Tensor, "T bytes"],
         block_type: str,
         out_features: int,
-        rounds: bool = False,
+        quantize: bool = False,
     ) -> Float[Tensor, "M N"]:
-        """x @ w.T in the dtype of the inputs. With `rounds` these are rounded to 8 bits, in blocks of 32.
+        """x @ w.T in the dtype of the inputs. With `quantize` these are quantised to 8 bits, in blocks of 32.
 
         Sums are float32. So are the inputs where the CPU cannot multiply bfloat16.
         """
@@ -180,7 +181,7 @@ class Library:
             num_rows,
             address_of(products, dtype, (num_rows, out_features)),
             is_bf16,
-            rounds,
+            quantize,
             torch.get_num_threads(),
         )
         if not is_done:

@@ -99,5 +99,5 @@ class BlockDrafter(HeadDrafter[BlockHead]):
 
     def start(self, request: DraftRequest) -> BlockSession:
         loaded = self.follow(request.target)
-        loaded.head.quicken()
+        loaded.head.quantize_for_drafting()
         return BlockSession(loaded, self.options, self.conversations, request)

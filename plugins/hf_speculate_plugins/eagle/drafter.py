@@ -217,6 +217,6 @@ class EagleDrafter(HeadDrafter[EagleHead]):
 
     def start(self, request: DraftRequest) -> EagleSession:
         loaded = self.follow(request.target)
-        loaded.head.quicken()
+        loaded.head.quantize_for_drafting()
         native = self._native_of(loaded.head)
         return EagleSession(loaded, self.entry_layers, self.options, self.conversations, request, native)

@@ -131,5 +131,5 @@ class MtpDrafter(LoadedDrafter[MtpHead]):
 
     def start(self, request: DraftRequest) -> EagleSession:
         loaded = self.follow(request.target)
-        loaded.head.quicken()
+        loaded.head.quantize_for_drafting()
         return EagleSession(loaded, self.feature_layers, self.options, self.conversations, request)
