@@ -32,6 +32,7 @@ STAND_IN = """
 extern "C" {{
 bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
+long long hfs_sizeof(const char *) {{ return 24; }}
 int hfs_kind(const char *) {{ return {answer}; }}  int hfs_step() {{ return 0; }}
 int hfs_draft() {{ return 0; }}  int hfs_thread_pool_size() {{ return 1; }}
 bool hfs_delta() {{ return true; }}  bool hfs_attend() {{ return true; }}
@@ -41,6 +42,10 @@ void hfs_large_pages() {{}}  void hfs_move() {{}}  void hfs_exponential() {{}}  
 void hfs_set_threads() {{}}
 }}
 """
+
+
+def structure_of(count: int) -> type[ctypes.Structure]:
+    return type("Structure", (ctypes.Structure,), {"_fields_": [("values", ctypes.c_int64 * count)]})
 
 
 class User:
@@ -68,6 +73,7 @@ class User:
         self.source = tmp_path / "stand_in.cpp"
         self.source.write_text(STAND_IN.format(answer=42))
         monkeypatch.setattr(native, "KERNEL", tmp_path)
+        monkeypatch.setattr(native, "MIRRORED", {"Call": structure_of(3)})
         run = native._run
 
         def note(command: list[str]) -> Any:
@@ -187,6 +193,14 @@ def test_a_kernel_under_the_name_of_another_is_not_loaded(user):
     replace(other, kept.read_bytes())
     assert user.starts_process() == ""
     assert native.library().kinds["F32"] == 7
+
+
+def test_a_kernel_with_structures_of_another_size_is_an_error_and_not_compiled_again(user):
+    user.has_compiled()
+    user.monkeypatch.setattr(native, "MIRRORED", {"Call": structure_of(4)})
+    assert "structure Call has 24 bytes in the kernel and 32 in Python" in user.starts_process()
+    assert not user.compilations
+    assert "install hf_speculate again" in user.warnings[0]
 
 
 def belongs_to_another(folder, patch):

@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -52,6 +52,22 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w")
 
 
+# The kernel's structures that Python fills, by their names there (`mirrors`).
+MIRRORED: dict[str, type[ctypes.Structure]] = {}
+
+Mirror = TypeVar("Mirror", bound=type[ctypes.Structure])
+
+
+def mirrors(name: str) -> Callable[[Mirror], Mirror]:
+    """Marks a ctypes structure as the copy of the kernel's structure `name`; `Library` compares their sizes."""
+
+    def add(structure: Mirror) -> Mirror:
+        MIRRORED[name] = structure
+        return structure
+
+    return add
+
+
 class NativeError(SpeculateError):
     """The library cannot be compiled or loaded; the message has the reason and the compiler's output."""
 
@@ -65,12 +81,14 @@ class Library:
 
     Raises:
         OSError, AttributeError: the file is not a library for this machine, or another library.
+        NativeError: a structure has another size in the library than in Python.
     """
 
     def __init__(self, path: Path):
         functions = ctypes.CDLL(str(path))
         integer, size, pointer, flag = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
         for name, result, arguments in (
+            ("hfs_sizeof", size, (ctypes.c_char_p,)),
             ("hfs_kind", integer, (ctypes.c_char_p,)),
             ("hfs_has_threads", flag, ()),
             ("hfs_thread_pool_size", integer, (integer,)),
@@ -94,6 +112,7 @@ class Library:
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
+        _check_sizes(functions.hfs_sizeof)
         self.run_layers, self.step = functions.hfs_layers, functions.hfs_step
         self.ranges_of_mask = functions.hfs_ranges_of_mask
         self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
@@ -187,6 +206,17 @@ class Library:
         if not is_done:
             raise MemoryError(f"no memory to multiply {num_rows} rows of {in_features}")
         return products.to(inputs.dtype)
+
+
+def _check_sizes(bytes_in_kernel: Callable[[bytes], int]) -> None:
+    for name, structure in MIRRORED.items():
+        found, expected = bytes_in_kernel(name.encode()), ctypes.sizeof(structure)
+        if found != expected:
+            raise NativeError(
+                f"structure {name} has {found} bytes in the kernel and {expected} in Python ({structure.__name__} in "
+                f"{structure.__module__}). Files of different versions are mixed: install hf_speculate again; after a "
+                "change of your own, make the fields of both the same"
+            )
 
 
 @functools.cache

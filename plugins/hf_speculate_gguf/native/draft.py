@@ -35,6 +35,7 @@ _MOST_FEATURES = 8
 _Ask = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64)
 
 
+@binding.mirrors("Draft")
 class _DraftStructure(ctypes.Structure):
     _fields_ = [
         *(("layers", CallStructure), ("ranking", RankingStructure), ("growth", ctypes.c_void_p)),

@@ -249,6 +249,7 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
+@binding.mirrors("Delta")
 class _DeltaStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "mixed", "strengths", "steps"),
@@ -259,6 +260,7 @@ class _DeltaStructure(ctypes.Structure):
     ]
 
 
+@binding.mirrors("AttentionCall")
 class _AttentionStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "queries", "keys", "values", "y", "offsets", "ranges"),

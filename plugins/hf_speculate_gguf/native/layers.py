@@ -35,6 +35,7 @@ NUM_TYPES = 2
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2}
 
 
+@binding.mirrors("Layer")
 class _LayerStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
@@ -47,6 +48,7 @@ class _LayerStructure(ctypes.Structure):
     ]
 
 
+@binding.mirrors("Call")
 class CallStructure(ctypes.Structure):
     """`Call` of the kernel."""
 

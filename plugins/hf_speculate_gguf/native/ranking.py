@@ -32,6 +32,7 @@ _WARPERS: dict[type | None, str] = {
 }
 
 
+@binding.mirrors("Ranking")
 class RankingStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "normed"),

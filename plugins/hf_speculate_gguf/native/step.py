@@ -79,6 +79,7 @@ def num_positions(angles: Sequence[Angles]) -> int:
     return min(len(cos) for cos, _ in filter(None, angles))
 
 
+@binding.mirrors("Step")
 class _StepStructure(ctypes.Structure):
     _fields_ = [
         *(("layers", CallStructure), ("embeddings", MatrixStructure), ("embedding_scale", ctypes.c_double)),

@@ -22,8 +22,9 @@ def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
 
 
+@binding.mirrors("Matrix")
 class MatrixStructure(ctypes.Structure):
-    """`Matrix` of `kernel/matrices.h`."""
+    """`Matrix` of `kernel/packed.h`."""
 
     _fields_ = [
         *fields(ctypes.c_int64, "kind", "in_features", "out_features"),

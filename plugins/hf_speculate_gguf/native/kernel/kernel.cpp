@@ -24,6 +24,19 @@ int shows(float value) { return value == 0 ? 1 : value <= -3.3e38f ? 0 : -1; }
 
 extern "C" {
 
+// The number of bytes of a structure that Python mirrors (`mirrors` of binding.py); -1 if unknown.
+int64_t hfs_sizeof(const char* name) {
+  const struct {
+    const char* name;
+    int64_t bytes;
+  } structures[] = {{"Matrix", sizeof(Matrix)}, {"Layer", sizeof(Layer)}, {"Call", sizeof(Call)},
+                    {"AttentionCall", sizeof(AttentionCall)}, {"Delta", sizeof(Delta)}, {"Step", sizeof(Step)},
+                    {"Ranking", sizeof(Ranking)}, {"Growth", sizeof(Growth)}, {"Draft", sizeof(Draft)}};
+  for (const auto& structure : structures)
+    if (!strcmp(structure.name, name)) return structure.bytes;
+  return -1;
+}
+
 // The number of a block type; -1 if unknown.
 int hfs_kind(const char* name) {
   for (size_t i = 0; i < KINDS.size(); i++)
