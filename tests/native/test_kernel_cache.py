@@ -133,6 +133,17 @@ def test_one_compilation_serves_many_processes(user):
     assert not os.listdir(tempfile.gettempdir())
 
 
+def test_only_sources_name_a_kernel(user, tmp_path):
+    kept = user.has_compiled()
+    (tmp_path / "README.md").write_text("A map.")
+    assert user.starts_process() == ""
+    assert not user.compilations
+    (tmp_path / "more.h").write_text("// another source")
+    assert user.starts_process() == ""
+    assert len(user.compilations) == 1
+    assert kept in user.folder.iterdir()
+
+
 def test_a_log_file_says_that_the_compiler_runs_and_a_terminal_shows_it(user):
     user.has_compiled()
     begin, end = user.progress

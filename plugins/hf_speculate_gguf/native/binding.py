@@ -337,7 +337,7 @@ def find_compiler() -> list[str]:
 
 def _name() -> str:
     """The name of libraries that work here."""
-    sources = (path.read_text(encoding="utf-8") for path in sorted(KERNEL.iterdir()) if path.is_file())
+    sources = (path.read_text(encoding="utf-8") for path in sorted(KERNEL.iterdir()) if path.suffix in (".cpp", ".h"))
     parts = *sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver()
     return f"kernel-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
 
