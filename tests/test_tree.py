@@ -219,7 +219,7 @@ def test_cached_plans_are_no_inference_tensors():
     assert not bias.is_inference()
 
 
-@pytest.mark.parametrize("kind", ["plans", "runs"])
+@pytest.mark.parametrize("kind", ["plans", "ranges"])
 def test_caches_by_structure_stop_growing(kind):
     """A long session drafts ever new trees."""
 
@@ -229,7 +229,7 @@ def test_caches_by_structure_stop_growing(kind):
             if kind == "plans":
                 TreePlan.from_parents([parents]).bias(torch.float32, torch.device("cpu"))
             else:
-                TreeMask([parents], 5, make=lambda: None).runs()
+                TreeMask([parents], 5, make=lambda: None).visible_ranges()
         gc.collect()
         return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
 

@@ -40,21 +40,21 @@ class TreeMask:
         """Number of nodes of each row."""
         return len(self.parents[0])
 
-    def runs(self) -> tuple[Int[Tensor, " F"], Int[Tensor, "S 2"]]:
-        """The entries that each node sees, as runs: everything before the trees, its ancestors and itself.
+    def visible_ranges(self) -> tuple[Int[Tensor, " F"], Int[Tensor, "S 2"]]:
+        """The visible ranges of each node: everything before the trees, its ancestors and itself.
 
         Returns:
-            Two int32 tensors: the offsets of each node's runs (F is the number of all nodes plus 1), and the runs, each
-            as its first entry and its end.
+            Two int32 tensors: the offsets of each node's ranges (F is the number of all nodes plus 1), and the ranges,
+            each as its first entry and its end.
         """
-        offsets, behind, counts = _runs(tuple(map(tuple, self.parents)))
+        offsets, behind, counts = _ranges(tuple(map(tuple, self.parents)))
         return offsets, torch.add(behind, counts, alpha=self.num_before)
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)  # cached for later requests, which may run in another mode
-def _runs(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets as in `TreeMask.runs`, and the ends of runs relative to the first node.
+def _ranges(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets as in `TreeMask.visible_ranges`, and the ends of ranges relative to the first node.
 
     The last tensor is 0 for an end at the beginning of the text, and 1 for an end after the prefix.
     """

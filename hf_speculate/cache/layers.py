@@ -166,7 +166,7 @@ class PreallocatedLayer(DynamicLayer):
         """Replaces the buffers in one assignment: same entries, perhaps other rows."""
         self._buffers = dict(zip(self._buffers, buffers, strict=True))
 
-    def make_room(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def reserve_more(self, num_entries: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """The buffers `[B, heads, capacity, head_dim]` of keys and values, with room for `num_entries` more entries.
 
         The caller writes the entries and updates `length`. Entry i of the text is at `i - origin`.

@@ -88,9 +88,9 @@ def load_gguf(
         device: device of the weights; None: the CPU.
         tokenizer: a tokenizer to use instead of the one in the file.
         backend: backend for products with packed weights. "auto" takes on a CPU "native", a kernel that is compiled at
-            first use and needs a C++ compiler; in bfloat16 "native-int8", which rounds inputs to 8 bits as llama.cpp
-            does: faster, nearly the same. Without a compiler it takes "dense" (everything dequantised at load). On
-            other devices it takes "dequantize" (at every call, small and slow).
+            first use and needs a C++ compiler; in bfloat16 "native-int8", which quantises activations to 8 bits as
+            llama.cpp does: faster, nearly the same. Without a compiler it takes "dense" (everything dequantised at
+            load). On other devices it takes "dequantize" (at every call, small and slow).
         attn_implementation: attention of the model, as in `from_pretrained`; None takes its default.
         hub_kwargs: options of the download: `revision`, `token`, `cache_dir`, `local_files_only` ...
 

@@ -129,7 +129,7 @@ def test_a_window_moves_on_behind_what_the_modules_computed(gemma3, steps, monke
 
 @pytest.mark.usefixtures("needs_kernel")
 def test_caches_of_layers_with_a_window_grow_at_other_times_than_the_others(write, steps):
-    """The model is checked once a request, the room of a layer of each type at every step; the last has a window."""
+    """The model is checked once a request, the buffers of a layer of each type at every step; the last has a window."""
     path = write(shape_of("gemma3", layers=7), "Q8_0", metadata=OF_GEMMA3)
     model = load_model(path, dtype=torch.float32, backend="native")
     request = {"max_new_tokens": 90, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -14,7 +14,7 @@ from hf_speculate_gguf.native.backends import BACKENDS, choose_backend
 from hf_speculate_gguf.native.formats import FORMATS
 from hf_speculate_gguf.native.modules import FusedLinear, PackedEmbedding, Projection
 
-from ..support.packed import CPU, make_matrix, pack, reference, rounded
+from ..support.packed import CPU, make_matrix, pack, quantized, reference
 from ..support.tiers import quick
 
 
@@ -36,12 +36,12 @@ def test_blocks_mean_what_gguf_says(kind):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
     """float32 keeps the scales: what is left is the order of sums. bfloat16 rounds scales, inputs and products.
-    "native-int8" rounds inputs before that, as said, and nothing else."""
+    "native-int8" quantises inputs before that, as said, and nothing else."""
     matrix = make_matrix(tmp_path, kind, rows=80, parts=2)
     weights, inputs = reference(matrix), torch.randn(7, 512)
     for dtype, allowed in ((torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 6e-3)):
         cast = inputs.to(dtype)
-        expected = (rounded(cast) if backend == "native-int8" else cast.double()) @ weights.double().T
+        expected = (quantized(cast) if backend == "native-int8" else cast.double()) @ weights.double().T
         found = pack(matrix, backend, dtype)(cast)
         assert found.dtype == dtype
         error = ((found.double() - expected).norm() / expected.norm()).item()

@@ -81,7 +81,7 @@ def test_states_logits_and_cache_are_those_of_the_modules(architecture, heads, r
     assert calls == [1] * 6
 
 
-def test_rounded_inputs_are_those_of_the_modules(load, calls):
+def test_quantized_activations_are_those_of_the_modules(load, calls):
     """The same bytes, but for inputs that lie between two of them to the rounding of norms."""
     model = load(recipe="mixed", dtype=torch.float32, backend="native-int8")
     found, cache = states_of(model, ids(1, 37))
@@ -89,7 +89,7 @@ def test_rounded_inputs_are_those_of_the_modules(load, calls):
     for each, other in ((found, expected), (entries(cache), entries(twin_cache))):
         assert (each - other).norm() < 2e-4 * other.norm()
     exact, _ = states_of(load(recipe="mixed", dtype=torch.float32), ids(1, 37))
-    assert (exact - found).norm() > 1e-3 * exact.norm(), "they are rounded"
+    assert (exact - found).norm() > 1e-3 * exact.norm(), "they are quantised"
     assert calls == [1, 1]
 
 

@@ -32,15 +32,20 @@ STAND_IN = """
 extern "C" {{
 bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
+long long hfs_sizeof(const char *) {{ return 24; }}
 int hfs_kind(const char *) {{ return {answer}; }}  int hfs_step() {{ return 0; }}
-int hfs_draft() {{ return 0; }}  int hfs_team_size() {{ return 1; }}
+int hfs_draft() {{ return 0; }}  int hfs_thread_pool_size() {{ return 1; }}
 bool hfs_delta() {{ return true; }}  bool hfs_attend() {{ return true; }}
-long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_runs() {{ return 0; }}
+long long hfs_tile_bytes(int, long long) {{ return 0; }}  long long hfs_ranges_of_mask() {{ return 0; }}
 long long hfs_argmax() {{ return 0; }}
 void hfs_large_pages() {{}}  void hfs_move() {{}}  void hfs_exponential() {{}}  void hfs_most_probable() {{}}
 void hfs_set_threads() {{}}
 }}
 """
+
+
+def structure_of(count: int) -> type[ctypes.Structure]:
+    return type("Structure", (ctypes.Structure,), {"_fields_": [("values", ctypes.c_int64 * count)]})
 
 
 class User:
@@ -68,6 +73,7 @@ class User:
         self.source = tmp_path / "stand_in.cpp"
         self.source.write_text(STAND_IN.format(answer=42))
         monkeypatch.setattr(native, "KERNEL", tmp_path)
+        monkeypatch.setattr(native, "MIRRORED", {"Call": structure_of(3)})
         run = native._run
 
         def note(command: list[str]) -> Any:
@@ -125,6 +131,17 @@ def test_one_compilation_serves_many_processes(user):
     assert user.starts_process() == ""
     assert len(user.compilations) == 1
     assert not os.listdir(tempfile.gettempdir())
+
+
+def test_only_sources_name_a_kernel(user, tmp_path):
+    kept = user.has_compiled()
+    (tmp_path / "README.md").write_text("A map.")
+    assert user.starts_process() == ""
+    assert not user.compilations
+    (tmp_path / "more.h").write_text("// another source")
+    assert user.starts_process() == ""
+    assert len(user.compilations) == 1
+    assert kept in user.folder.iterdir()
 
 
 def test_a_log_file_says_that_the_compiler_runs_and_a_terminal_shows_it(user):
@@ -187,6 +204,14 @@ def test_a_kernel_under_the_name_of_another_is_not_loaded(user):
     replace(other, kept.read_bytes())
     assert user.starts_process() == ""
     assert native.library().kinds["F32"] == 7
+
+
+def test_a_kernel_with_structures_of_another_size_is_an_error_and_not_compiled_again(user):
+    user.has_compiled()
+    user.monkeypatch.setattr(native, "MIRRORED", {"Call": structure_of(4)})
+    assert "structure Call has 24 bytes in the kernel and 32 in Python" in user.starts_process()
+    assert not user.compilations
+    assert "install hf_speculate again" in user.warnings[0]
 
 
 def belongs_to_another(folder, patch):

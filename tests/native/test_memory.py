@@ -9,7 +9,7 @@ from hf_speculate.verification.natively import exponential, most_probable, stand
 from hf_speculate_gguf import native
 from hf_speculate_gguf.native import binding
 from hf_speculate_gguf.native.growth import NativeGrowth
-from hf_speculate_gguf.native.layers import Entries, find_sight
+from hf_speculate_gguf.native.layers import Entries, ranges_of_mask
 from hf_speculate_gguf.native.memory import (
     WrongBufferError,
     address_of,
@@ -86,9 +86,9 @@ def test_library_refuses_wrong_buffers(library):
         "too few tiles": lambda: library.pack("Q8_0", filled(17, 68, dtype=torch.uint8), 64, tiles),
         "tiles of another width": lambda: library.multiply(filled(1, 96), tiles, "Q8_0", 16),
         "tiles for fewer rows": lambda: library.multiply(filled(1, 64), tiles, "Q8_0", 17),
-        "a mask that is too narrow": lambda: find_sight(filled(1, 1, 2, 9), 1, 3, 9),
-        "a mask that is too long": lambda: find_sight(filled(1, 1, 3, 10), 1, 3, 9),
-        "a mask of other rows": lambda: find_sight(filled(2, 1, 3, 9), 3, 3, 9),
+        "a mask that is too narrow": lambda: ranges_of_mask(filled(1, 1, 2, 9), 1, 3, 9),
+        "a mask that is too long": lambda: ranges_of_mask(filled(1, 1, 3, 10), 1, 3, 9),
+        "a mask of other rows": lambda: ranges_of_mask(filled(2, 1, 3, 9), 3, 3, 9),
         "too wide a tree": lambda: NativeGrowth(1, 129, 2, None),
         "too deep a tree": lambda: NativeGrowth(1, 2, 129, None),
         "token ids in 32 bit": lambda: NativeGrowth(1, 2, 2, filled(9, dtype=torch.int32)),

@@ -14,7 +14,7 @@ from hf_speculate_gguf.native import binding as native
 from hf_speculate_gguf.native.backends import BACKENDS, choose_backend
 from hf_speculate_gguf.native.formats import FORMATS
 
-from ..support.packed import CPU, OTHER_CPUS, make_matrix, pack, reference, rounded
+from ..support.packed import CPU, OTHER_CPUS, make_matrix, pack, quantized, reference
 from ..support.paths import REPOSITORY
 
 
@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("needs_kernel")]
 
 
 def check_products(library, inputs, matrix, allowed):
-    """As of the dequantised matrix, whether or not inputs are rounded; and no row looks at others."""
+    """As of the dequantised matrix, whether or not activations are quantised; and no row looks at others."""
     weight, kind, weights = pack(matrix, "native", torch.float32).packed, matrix.type, reference(matrix).double()
-    for rounds, exact in ((False, inputs.double()), (True, rounded(inputs))):
+    for quantize, exact in ((False, inputs.double()), (True, quantized(inputs))):
         expected, spread = exact @ weights.T, exact.abs() @ weights.abs().T
         for dtype, rounding in allowed.items():
-            found = library.multiply(inputs.to(dtype), weight, kind, matrix.num_rows, rounds)
+            found = library.multiply(inputs.to(dtype), weight, kind, matrix.num_rows, quantize)
             error = (found.double() - expected).abs()
-            assert (error <= rounding * expected.abs() + 1e-6 * spread).all(), f"{kind}, {dtype}, rounds={rounds}"
-            alone = [library.multiply(row[None], weight, kind, matrix.num_rows, rounds) for row in inputs.to(dtype)]
+            assert (error <= rounding * expected.abs() + 1e-6 * spread).all(), f"{kind}, {dtype}, quantize={quantize}"
+            alone = [library.multiply(row[None], weight, kind, matrix.num_rows, quantize) for row in inputs.to(dtype)]
             assert torch.equal(found, torch.cat(alone))
 
 
@@ -60,12 +60,12 @@ def test_other_cpus_compute_the_same(flags, compiled, tmp_path):
         check_products(library, signs, make_matrix(tmp_path, kind, 16, change=fill), {torch.float32: 0})
 
 
-def test_inputs_of_every_size_are_rounded_and_none_that_is_not_finite_vanishes(tmp_path):
+def test_activations_of_every_size_are_quantized_and_none_that_is_not_finite_vanishes(tmp_path):
     matrix = make_matrix(tmp_path, "Q4_0", 16, 64)
     layer, weights = pack(matrix, "native-int8", torch.float32), reference(matrix).double()
     inputs = torch.randn(5, 64) * torch.tensor([1e-20, 1e-3, 1.0, 1e20, 0.0])[:, None]
     inputs[2, 32:] = 0
-    torch.testing.assert_close(layer(inputs).double(), rounded(inputs) @ weights.T, rtol=1e-4, atol=1e-30)
+    torch.testing.assert_close(layer(inputs).double(), quantized(inputs) @ weights.T, rtol=1e-4, atol=1e-30)
     for value in (float("nan"), float("inf"), -float("inf")):
         spoilt = torch.randn(2, 64)
         spoilt[0, 40] = value
@@ -203,7 +203,7 @@ def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
 
 @pytest.mark.parametrize(("multiplies_bytes", "expected"), [(True, "native-int8"), (False, "native")])
 def test_auto_takes_what_generates_fastest(multiplies_bytes, expected, monkeypatch):
-    """Nothing is rounded in float32: who asks for that wants to know."""
+    """Activations are not quantised in float32: who asks for that wants to know."""
     monkeypatch.setattr(native.library(), "multiplies_bytes", multiplies_bytes)
     assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]
     assert choose_backend("auto", CPU, torch.float32) is BACKENDS["native"]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
-from hf_speculate_gguf.native import NativeRanking, RoundedLinear, Sampling
-from hf_speculate_gguf.native.rounded import RoundedMatrix
+from hf_speculate_gguf.native import NativeRanking, QuantizedLinear, Sampling
+from hf_speculate_gguf.native.quantized import QuantizedMatrix
 
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")
@@ -54,9 +54,9 @@ def test_weights_that_move_are_seen():
     assert not ranking.is_current()
 
 
-def test_a_matrix_that_cannot_be_rounded_ranks_as_it_is():
+def test_a_matrix_that_cannot_be_quantized_ranks_as_it_is():
     layer = linear()
-    for weight, is_rounded in ((1.0, True), (1e9, False)):
+    for weight, is_quantized in ((1.0, True), (1e9, False)):
         layer.weight[3, 4] = weight
-        modules = ranking_of(RoundedLinear(layer), rounds=True)._weights._modules
-        assert any(isinstance(module, RoundedMatrix) for module in modules) == is_rounded
+        modules = ranking_of(QuantizedLinear(layer), quantize=True)._weights._modules
+        assert any(isinstance(module, QuantizedMatrix) for module in modules) == is_quantized

@@ -1,4 +1,4 @@
-"""Teams of threads, compiled alone: they get smaller where waiting for a thread costs too much, and grow again."""
+"""Thread pools, compiled alone: they get smaller where waiting for a thread costs too much, and grow again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_speculate_gguf.native import binding
 pytestmark = pytest.mark.usefixtures("needs_kernel")
 
 # "late": one of two threads is late at each of 200 steps; prints how many threads came to the end, at which step the
-# late one was when the caller did, the size of the next team, and the sum of what was done. "waits": each further word
-# is a wait of that many microseconds ("w" of 2 threads, "q" of 4), or a pause ("p") after which a team begins; prints
-# the size of a team of 4 after each. Time is simulated. "uneven": of two threads one has work at every step, 5 ms in
+# late one was when the caller did, the size of the next pool, and the sum of what was done. "waits": each further word
+# is a wait of that many microseconds ("w" of 2 threads, "q" of 4), or a pause ("p") after which a pool begins; prints
+# the size of a pool of 4 after each. Time is simulated. "uneven": of two threads one has work at every step, 5 ms in
 # all; prints in how many of 40 runs a thread left.
 PROGRAM = r"""
 #include <cstdio>
@@ -28,28 +28,28 @@ PROGRAM = r"""
 void late() {
   std::atomic<int64_t> done{0};
   std::atomic<int> ended{0}, late_step{0}, late_step_at_end{0};
-  Team::run(2, [&](Team& team, int number) {
+  ThreadPool::run(2, [&](ThreadPool& pool, int number) {
     for (int step = 0; step < 200; step++) {
       if (number) late_step = step, std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      team.each(64, [&](int64_t i) { done += i + step; });
+      pool.each(64, [&](int64_t i) { done += i + step; });
     }
     if (!number) late_step_at_end = late_step.load();
     ended++;
   });
-  printf("%d %d %d %lld\n", ended.load(), late_step_at_end.load(), crew.size(2), (long long)done.load());
+  printf("%d %d %d %lld\n", ended.load(), late_step_at_end.load(), thread_pool_size.of(2), (long long)done.load());
 }
 
 void uneven() {
   int departures = 0;
   for (int run = 0; run < 40; run++) {
-    new (&crew) Crew;
-    Team::run(2, [&](Team& team, int) {
+    new (&thread_pool_size) ThreadPoolSize;
+    ThreadPool::run(2, [&](ThreadPool& pool, int) {
       for (int step = 0; step < 25; step++)
-        team.each(1, [&](int64_t) {
+        pool.each(1, [&](int64_t) {
           for (const int64_t end = nanoseconds() + 200000; nanoseconds() < end;) {}
         });
     });
-    departures += crew.size(2) == 1;
+    departures += thread_pool_size.of(2) == 1;
   }
   printf("%d\n", departures);
 }
@@ -57,14 +57,14 @@ void uneven() {
 int main(int count, char** given) {
   if (std::string(given[1]) == "late") return late(), 0;
   if (std::string(given[1]) == "uneven") return uneven(), 0;
-  Crew crew;
+  ThreadPoolSize size;
   int64_t now = 1000000000;
   for (int i = 2; i < count; i++) {
     const int64_t time = atof(given[i] + 1) * 1000;
     now += time;
-    if (*given[i] == 'p') crew.at_most(4, now);
-    else crew.loses(now - time, now, *given[i] == 'q' ? 4 : 2);
-    printf("%d ", crew.size(4));
+    if (*given[i] == 'p') size.at_most(4, now);
+    else size.loses(now - time, now, *given[i] == 'q' ? 4 : 2);
+    printf("%d ", size.of(4));
   }
 }
 """
@@ -74,7 +74,7 @@ int main(int count, char** given) {
 def run(tmp_path_factory) -> Callable[..., list[int]]:
     """Runs the program; returns the numbers that it prints."""
     folder = tmp_path_factory.mktemp("threads")
-    source, program = folder / "teams.cpp", folder / "teams"
+    source, program = folder / "pools.cpp", folder / "pools"
     source.write_text(PROGRAM)
     headers = Path(binding.__file__).parent / "kernel"
     command = [*binding.find_compiler(), "-std=c++17", "-O1", "-pthread", f"-I{headers}", "-o", program, source]
@@ -113,7 +113,7 @@ def test_each_long_wait_costs_one_thread(run):
     assert run("waits", "q4000", "q4000", "q4000", "q4000") == [3, 2, 1, 1]
 
 
-def test_teams_try_again_soon_and_ever_later_while_that_fails(run):
+def test_pools_try_again_soon_and_ever_later_while_that_fails(run):
     failing = ["w4000", "p10000", "w1100", "p20000", "w1100", "p40000", "w1100"]
     assert run("waits", *failing) == [3, 4, 3, 4, 3, 4, 3]
     assert run("waits", *failing[:3], "p19000") == [3, 4, 3, 3]

@@ -1,4 +1,4 @@
-"""Draft trees on packed models: what nodes see is read off the tree itself, and entries are moved in one call."""
+"""Draft trees on packed models: visible ranges are read off the tree itself, and entries are moved in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_speculate.forward import Scorer
 from hf_speculate.tree import DraftTree, TreePlan, additive
 from hf_speculate_gguf import load_model
 from hf_speculate_gguf.native import binding as native
-from hf_speculate_gguf.native.layers import find_sight
+from hf_speculate_gguf.native.layers import ranges_of_mask
 
 from ..support.packed import ids
 
@@ -57,17 +57,17 @@ def masks(monkeypatch):
 
 
 @pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE, BINARY), ([-1, 0],)], ids=str)
-def test_runs_are_those_of_the_mask(parents):
+def test_visible_ranges_are_those_of_the_mask(parents):
     visible = TreePlan.from_parents(parents).ancestors
     for num_before in (0, 1, 40):
         mask = torch.cat([torch.ones(*visible.shape[:2], num_before, dtype=torch.bool), visible], dim=2)
-        expected = find_sight(additive(mask, torch.float32)[:, None], *visible.shape[:2], mask.shape[2])
-        offsets, runs = TreeMask(parents, num_before, lambda: None).runs()
+        expected = ranges_of_mask(additive(mask, torch.float32)[:, None], *visible.shape[:2], mask.shape[2])
+        offsets, ranges = TreeMask(parents, num_before, lambda: None).visible_ranges()
         if num_before:
             assert torch.equal(offsets, expected[0])
-            assert torch.equal(runs, expected[1][: len(runs)])
-        else:  # an empty run of nothing before
-            assert (runs[:, 1] >= runs[:, 0]).all()
+            assert torch.equal(ranges, expected[1][: len(ranges)])
+        else:  # an empty range of nothing before
+            assert (ranges[:, 1] >= ranges[:, 0]).all()
 
 
 @pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE)], ids=str)

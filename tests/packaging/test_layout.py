@@ -182,6 +182,13 @@ def test_the_wheel_has_every_file_of_the_packages(wheel, tracked):
     assert {f"{package}/py.typed" for package in PACKAGES} | set(NEEDED) <= wheel.keys()
 
 
+def test_the_map_of_the_kernel_names_every_source_once():
+    folder = PACKAGES["hf_speculate_gguf"] / "native" / "kernel"
+    rows = re.findall(r"^\| (`.*?) \|", (folder / "README.md").read_text().partition("\n## ")[0], re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row)]
+    assert sorted(named) == sorted(path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp"))
+
+
 def test_the_source_distribution_has_what_the_wheel_is_built_from(wheel, sdist):
     sources = set(sdist.values())
     missing = sorted(name for name, path in wheel.items() if path not in sources)

@@ -91,11 +91,11 @@ def test_bfloat16_is_no_further_from_float32_than_the_modules_are(name):
 
 
 @pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS)
-def test_quick_heads_are_near_the_modules(changes, calls):
-    """Matrices in 8 bits, those that are too small for `quicken` too; written to, they are others."""
+def test_quantized_heads_are_near_the_modules(changes, calls):
+    """Matrices in 8 bits, those that are too small for `quantize_for_drafting` too; written to, they are others."""
     head = make_head(**changes)
     exact = states_and_entries(head, None)
-    head.quicken()
+    head.quantize_for_drafting()
     forward = NativeForward.of(head)
     found = states_and_entries(head, forward)
     assert calls == [3 + len(LEVELS)]

@@ -130,10 +130,10 @@ def test_fewer_proposals_are_kept_than_are_wanted(calls):
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE-1"])
-def test_quick_heads_draw_nearly_the_same(name, calls):
+def test_quantized_heads_draw_nearly_the_same(name, calls):
     head = make_head(**SPECS[name])
     _, expected = Bench(head).trees()
-    head.quicken()
+    head.quantize_for_drafting()
     tree, _ = Bench(head).trees()
     assert calls == [1, 1]
     torch.testing.assert_close(tree.values, expected.values, rtol=0.05, atol=0.2)
@@ -299,16 +299,16 @@ class TestPending:
     """Entries that were committed before a draft."""
 
     @pytest.mark.parametrize(("batch_size", "count"), [(1, 1), (3, 4)])
-    @pytest.mark.parametrize("is_quick", [False, True], ids=["", "quick"])
+    @pytest.mark.parametrize("is_quantized", [False, True], ids=["", "quantized"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_pending_tokens_are_read_before_the_draft(self, batch_size, count, is_quick, dtype, calls, monkeypatch):
+    def test_pending_tokens_are_read_before_the_draft(self, batch_size, count, is_quantized, dtype, calls, monkeypatch):
         """The target's states are projected there, too, where that is done in 8 bits."""
         fused, fuse = [], EagleHead.fuse
 
         def make():
-            head = make_head(dtype, target_hidden_size=704)  # of so many, the projection is quickened
-            if is_quick:
-                head.quicken()
+            head = make_head(dtype, target_hidden_size=704)  # of so many, the projection is quantised
+            if is_quantized:
+                head.quantize_for_drafting()
             return Bench(head, batch_size)
 
         one, other = make(), make()
@@ -320,7 +320,7 @@ class TestPending:
         drawn = NativeSteps(one.loaded, one.head_cache, one.forward).tree_after(
             (tokens, features, lengths), one.state(), SIZE
         )
-        assert bool(fused) is not is_quick
+        assert bool(fused) is not is_quantized
         assert drawn is not None
         assert calls == [1]
         steps = NativeSteps(other.loaded, other.head_cache, other.forward)

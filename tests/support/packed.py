@@ -63,7 +63,7 @@ def pack(matrix: Matrix, backend: str, dtype: torch.dtype) -> PackedLinear:
     return PackedLinear(matrix.num_columns, matrix.num_rows, matrix.type, chosen, chosen.pack(matrix, CPU))
 
 
-def rounded(inputs: torch.Tensor) -> torch.Tensor:
+def quantized(inputs: torch.Tensor) -> torch.Tensor:
     """float64 [M, K]: the rows as "native-int8" multiplies them."""
     blocks = inputs.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)

@@ -4,7 +4,7 @@ binding        compiles, loads and calls the kernel; kernel_cache keeps compiled
 formats        block formats of packed weights: integers, with a scale and an offset for each group
 backends       matrix products with packed weights, by the kernel or by torch
 modules        packed linear layers, fused projections and embeddings
-rounded        8-bit matrices for drafting; rounded_layers: the layers that use them
+quantized      8-bit matrices for drafting; quantized_layers: the layers that use them
 forwards       whole models in one native call (step), with transformers' caches (caches); inputs: what they take
 layers         decoder layers for the kernel (layer_parts), and their rows; snapshot: changes of their modules
 weights        addresses of the weights; large_pages: their memory
@@ -36,10 +36,10 @@ from .modules import PackedMatrix as PackedMatrix
 from .modules import Projection as Projection
 from .modules import ReorderedLinear as ReorderedLinear
 from .modules import ScaledEmbedding as ScaledEmbedding
+from .quantized_layers import QuantizedLinear as QuantizedLinear
+from .quantized_layers import quantize_for_drafting as quantize_for_drafting
 from .ranking import NativeRanking as NativeRanking
 from .ranking import Sampling as Sampling
-from .rounded_layers import RoundedLinear as RoundedLinear
-from .rounded_layers import quicken as quicken
 from .rows import new_rows as new_rows
 from .rows import tree_rows as tree_rows
 from .step import FIXED_ROPE as FIXED_ROPE

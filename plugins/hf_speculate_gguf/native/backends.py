@@ -56,7 +56,7 @@ class NativeBackend(Backend):
 
     name = "native"
     rows_together = binding.TILE_ROWS
-    rounds = False
+    quantizes_activations = False
 
     def problem(self, device, dtype):
         return _problem_on_cpus(device, dtype) or binding.native_problem()
@@ -76,18 +76,18 @@ class NativeBackend(Backend):
                 "these GGUF weights were packed for the CPU and cannot be moved: load the file with "
                 f"load_gguf(..., device={str(inputs.device)!r})."
             )
-        return _multiply(inputs, layer.packed, layer.block_type, layer.out_features, self.rounds)
+        return _multiply(inputs, layer.packed, layer.block_type, layer.out_features, self.quantizes_activations)
 
 
-class RoundingBackend(NativeBackend):
-    """The same kernel with inputs rounded to 8 bits in blocks of 32, as llama.cpp does.
+class QuantizingBackend(NativeBackend):
+    """The same kernel with activations quantised to 8 bits in blocks of 32, as llama.cpp does.
 
-    Products of bytes are exact and need far fewer instructions. Results are close to those without rounding
+    Products of bytes are exact and need far fewer instructions. Results are close to those of `native`
     (docs/quantised-targets.md has the figures).
     """
 
     name = "native-int8"
-    rounds = True
+    quantizes_activations = True
 
     @staticmethod
     def is_faster(dtype: torch.dtype) -> bool:
@@ -135,21 +135,21 @@ def _not_finite(matrix: Any) -> CheckpointError:
 
 
 def _multiply(
-    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, rounds: bool
+    inputs: Float[Tensor, "M K"], tiles: UInt8[Tensor, "T bytes"], block_type: str, out_features: int, quantize: bool
 ) -> Float[Tensor, "M N"]:
     """`Library.multiply`, which also works while torch.compile traces."""
     if torch.compiler.is_compiling():
-        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, rounds)
-    return binding.library().multiply(inputs, tiles, block_type, out_features, rounds)
+        return torch.ops.hf_speculate.multiply_packed(inputs, tiles, block_type, out_features, quantize)
+    return binding.library().multiply(inputs, tiles, block_type, out_features, quantize)
 
 
 @torch.library.custom_op("hf_speculate::multiply_packed", mutates_args=())
-def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int, rounds: bool) -> Tensor:
-    return binding.library().multiply(inputs, tiles, block_type, out_features, rounds)
+def _multiply_packed(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int, quantize: bool) -> Tensor:
+    return binding.library().multiply(inputs, tiles, block_type, out_features, quantize)
 
 
 @_multiply_packed.register_fake
-def _(inputs, tiles, block_type, out_features, rounds):
+def _(inputs, tiles, block_type, out_features, quantize):
     return inputs.new_empty(inputs.shape[0], out_features)
 
 
@@ -163,7 +163,7 @@ def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
 
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (NativeBackend(), RoundingBackend(), DequantizeBackend())
+    backend.name: backend for backend in (NativeBackend(), QuantizingBackend(), DequantizeBackend())
 }
 
 
@@ -191,4 +191,4 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> Backend | None:
         return BACKENDS[DequantizeBackend.name]
     if binding.native_problem():
         return None
-    return BACKENDS[RoundingBackend.name if RoundingBackend.is_faster(dtype) else NativeBackend.name]
+    return BACKENDS[QuantizingBackend.name if QuantizingBackend.is_faster(dtype) else NativeBackend.name]

@@ -16,10 +16,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -52,6 +52,22 @@ _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w")
 
 
+# The kernel's structures that Python fills, by their names there (`mirrors`).
+MIRRORED: dict[str, type[ctypes.Structure]] = {}
+
+Mirror = TypeVar("Mirror", bound=type[ctypes.Structure])
+
+
+def mirrors(name: str) -> Callable[[Mirror], Mirror]:
+    """Marks a ctypes structure as the copy of the kernel's structure `name`; `Library` compares their sizes."""
+
+    def add(structure: Mirror) -> Mirror:
+        MIRRORED[name] = structure
+        return structure
+
+    return add
+
+
 class NativeError(SpeculateError):
     """The library cannot be compiled or loaded; the message has the reason and the compiler's output."""
 
@@ -65,22 +81,24 @@ class Library:
 
     Raises:
         OSError, AttributeError: the file is not a library for this machine, or another library.
+        NativeError: a structure has another size in the library than in Python.
     """
 
     def __init__(self, path: Path):
         functions = ctypes.CDLL(str(path))
         integer, size, pointer, flag = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
         for name, result, arguments in (
+            ("hfs_sizeof", size, (ctypes.c_char_p,)),
             ("hfs_kind", integer, (ctypes.c_char_p,)),
             ("hfs_has_threads", flag, ()),
-            ("hfs_team_size", integer, (integer,)),
+            ("hfs_thread_pool_size", integer, (integer,)),
             ("hfs_set_threads", None, (integer, integer)),
             ("hfs_bytes", flag, ()),
             ("hfs_tile_bytes", size, (integer, size)),
             ("hfs_large_pages", None, (pointer, size)),
             ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
             ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
-            ("hfs_runs", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
+            ("hfs_ranges_of_mask", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
             ("hfs_exponential", None, (pointer, pointer, size)),
             ("hfs_argmax", size, (pointer, size, flag)),
             ("hfs_most_probable", None, (pointer, size, size, size, flag, size, pointer, pointer, integer)),
@@ -94,11 +112,13 @@ class Library:
         ):
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
-        self.run_layers, self.find_runs, self.step = functions.hfs_layers, functions.hfs_runs, functions.hfs_step
+        _check_sizes(functions.hfs_sizeof)
+        self.run_layers, self.step = functions.hfs_layers, functions.hfs_step
+        self.ranges_of_mask = functions.hfs_ranges_of_mask
         self.ask_for_large_pages, self.move = functions.hfs_large_pages, functions.hfs_move
         self.cut, self.draft = functions.hfs_cut, functions.hfs_draft
         self.run_delta, self.attend = functions.hfs_delta, functions.hfs_attend
-        self.team_size, self.set_threads = functions.hfs_team_size, functions.hfs_set_threads
+        self.thread_pool_size, self.set_threads = functions.hfs_thread_pool_size, functions.hfs_set_threads
         self._functions = functions
         self.kinds = {name: functions.hfs_kind(name.encode()) for name in (*FORMATS, *DENSE_KINDS.values())}
         if min(self.kinds.values()) < 0:
@@ -161,9 +181,9 @@ class Library:
         tiles: UInt8[Tensor, "T bytes"],
         block_type: str,
         out_features: int,
-        rounds: bool = False,
+        quantize: bool = False,
     ) -> Float[Tensor, "M N"]:
-        """x @ w.T in the dtype of the inputs. With `rounds` these are rounded to 8 bits, in blocks of 32.
+        """x @ w.T in the dtype of the inputs. With `quantize` these are quantised to 8 bits, in blocks of 32.
 
         Sums are float32. So are the inputs where the CPU cannot multiply bfloat16.
         """
@@ -180,12 +200,23 @@ class Library:
             num_rows,
             address_of(products, dtype, (num_rows, out_features)),
             is_bf16,
-            rounds,
+            quantize,
             torch.get_num_threads(),
         )
         if not is_done:
             raise MemoryError(f"no memory to multiply {num_rows} rows of {in_features}")
         return products.to(inputs.dtype)
+
+
+def _check_sizes(bytes_in_kernel: Callable[[bytes], int]) -> None:
+    for name, structure in MIRRORED.items():
+        found, expected = bytes_in_kernel(name.encode()), ctypes.sizeof(structure)
+        if found != expected:
+            raise NativeError(
+                f"structure {name} has {found} bytes in the kernel and {expected} in Python ({structure.__name__} in "
+                f"{structure.__module__}). Files of different versions are mixed: install hf_speculate again; after a "
+                "change of your own, make the fields of both the same"
+            )
 
 
 @functools.cache
@@ -311,7 +342,7 @@ def find_compiler() -> list[str]:
 
 def _name() -> str:
     """The name of libraries that work here."""
-    sources = (path.read_text(encoding="utf-8") for path in sorted(KERNEL.iterdir()) if path.is_file())
+    sources = (path.read_text(encoding="utf-8") for path in sorted(KERNEL.iterdir()) if path.suffix in (".cpp", ".h"))
     parts = *sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver()
     return f"kernel-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
 

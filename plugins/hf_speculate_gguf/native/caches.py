@@ -57,10 +57,10 @@ def _keeps(layer: Any, window: int | None) -> bool:
     return type(layer) in (DynamicSlidingWindowLayer, SlidingLayer) and layer.sliding_window == window
 
 
-def make_room(
+def reserve(
     layers: Sequence[PreallocatedLayer], count: int, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> list[Entries] | None:
-    """The entries of each layer, with room for `count` more.
+    """The entries of each layer, with memory for `count` more.
 
     The result is None if the kernel cannot read the layout of the entries. No entry is changed.
 
@@ -73,7 +73,7 @@ def make_room(
             layer.lazy_initialization(like, like)
         elif not all(_fits(states, shape, dtype) for states in layer.buffers):
             return None
-    found = [layer.make_room(count, shape) for layer in layers]
+    found = [layer.reserve_more(count, shape) for layer in layers]
     for keys, values in found:
         strides = keys.stride()
         if strides != values.stride() or strides[2:] != (shape[2], 1):
@@ -87,23 +87,23 @@ def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bo
 
 
 @dataclass(frozen=True)
-class Room:
-    """Room for new entries of all layers of one cache, and a call of the native layers with these buffers."""
+class KVBuffers:
+    """Memory for new entries of all layers of one cache, and a call of the native layers with it."""
 
     native: NativeLayers
     layers: Sequence[PreallocatedLayer]
-    buffers: Sequence[Entries]
+    entries: Sequence[Entries]
     call: CallStructure
 
     @classmethod
-    def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> Room | None:
-        """Room for `count` more entries of each text; None if the kernel cannot write this cache."""
+    def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> KVBuffers | None:
+        """Memory for `count` more entries of each text; None if the kernel cannot write this cache."""
         layers = appendable_layers(cache, native.windows)
-        buffers = make_room(layers, count, (batch_size, *native.heads), native.dtype) if layers else None
-        return None if buffers is None else cls(native, layers, buffers, native.call(buffers))
+        entries = reserve(layers, count, (batch_size, *native.heads), native.dtype) if layers else None
+        return None if entries is None else cls(native, layers, entries, native.call(entries))
 
     def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int, are_alike: bool = False) -> bool:
-        """Whether this is still the room of `cache`, for `count` more entries.
+        """Whether these are still the buffers of `cache`, for `count` more entries.
 
         If all layers of a type have changed in the same way since (`are_alike`), two of them are checked. Checking all
         takes a hundredth of a step.
@@ -111,10 +111,10 @@ class Room:
         if self.native is not native or cache.layers != self.layers or cache.offloading:
             return False
         kept = self._examples if are_alike else range(len(self.layers))
-        for layer, (keys, values, _) in ((self.layers[i], self.buffers[i]) for i in kept):
+        for layer, (keys, values, _) in ((self.layers[i], self.entries[i]) for i in kept):
             if not layer.buffers or layer.length != self.length or keys.shape[0] != batch_size:
                 return False
-            found = layer.make_room(count, (batch_size, *native.heads))
+            found = layer.reserve_more(count, (batch_size, *native.heads))
             if found[0] is not keys or found[1] is not values:
                 return False
         return True
@@ -128,7 +128,7 @@ class Room:
 
     def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Moves entries in all layers (`cache.Mover`)."""
-        count, batch_size = len(sources), len(self.buffers[0].keys)
+        count, batch_size = len(sources), len(self.entries[0].keys)
         for place in (*sources, *destinations):
             check_range("an entry's place", place, 0, self.call.capacity - 1)
         places = ctypes.c_int64 * count

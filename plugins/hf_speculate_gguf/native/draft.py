@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from . import binding
 from .growth import NativeGrowth
-from .layer_parts import matrix_of, rounded, rounds_inputs
-from .layers import CallStructure, addresses_of_sight
+from .layer_parts import matrix_of, quantized, quantizes_activations
+from .layers import CallStructure, addresses_of_ranges
 from .memory import address_of, address_of_table, check_range
 from .modules import PackedMatrix
+from .quantized import QuantizedMatrix
+from .quantized_layers import QuantizedForward
 from .ranking import NativeRanking, RankingStructure, Sampling
-from .rounded import RoundedMatrix
-from .rounded_layers import RoundedForward
 from .rows import TreeRows
 from .weights import MatrixStructure, fields, fill_embeddings, fill_matrix, parameters_of, unpacked
 
@@ -35,6 +35,7 @@ _MOST_FEATURES = 8
 _Ask = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_int64)
 
 
+@binding.mirrors("Draft")
 class _DraftStructure(ctypes.Structure):
     _fields_ = [
         *(("layers", CallStructure), ("ranking", RankingStructure), ("growth", ctypes.c_void_p)),
@@ -44,9 +45,9 @@ class _DraftStructure(ctypes.Structure):
         *fields(ctypes.c_void_p, "pending_tokens", "pending_states"),
         *fields(ctypes.c_int64, "num_features"),
         *(("features", ctypes.c_void_p * _MOST_FEATURES), ("fusing", MatrixStructure), ("joining", MatrixStructure)),
-        *fields(ctypes.c_void_p, "root", "offsets", "runs"),
+        *fields(ctypes.c_void_p, "root", "offsets", "ranges"),
         ("num_positions", ctypes.c_int64),
-        ("goes_on", _Ask),
+        ("should_continue", _Ask),
     ]
 
 
@@ -61,13 +62,13 @@ class PendingEntries:
 
     tokens: Int[Tensor, "B J"]
     features: Sequence[Float[Tensor, "B J H"]]
-    fusing: RoundedMatrix | None = None
+    fusing: QuantizedMatrix | None = None
 
     @staticmethod
-    def fusing_of(projection: nn.Module, num_features: int) -> RoundedMatrix | None:
+    def fusing_of(projection: nn.Module, num_features: int) -> QuantizedMatrix | None:
         """The matrix that projects `num_features` features; None if the module must do it (no 8-bit matrix)."""
         forward = vars(projection).get("forward")
-        if not isinstance(forward, RoundedForward) or num_features > _MOST_FEATURES:
+        if not isinstance(forward, QuantizedForward) or num_features > _MOST_FEATURES:
             return None
         return forward.matrix()
 
@@ -103,8 +104,8 @@ class NativeDraft:
     @staticmethod
     def joining_of(projection: nn.Module, dtype: torch.dtype) -> PackedMatrix | nn.Linear | None:
         """The matrix of EAGLE-1's projection, in 8 bits if it drafts in them; None if the kernel cannot use it."""
-        matrix = rounded(projection) if "forward" in vars(projection) else matrix_of(projection)
-        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features != 2 * matrix.out_features:
+        matrix = quantized(projection) if "forward" in vars(projection) else matrix_of(projection)
+        if matrix is None or quantizes_activations(matrix) is None or matrix.in_features != 2 * matrix.out_features:
             return None
         return matrix if all(weight.dtype is dtype for weight in unpacked(parameters_of([matrix]))) else None
 
@@ -121,7 +122,7 @@ class NativeDraft:
         positions: Int[Tensor, " B"],
         sampling: Sampling,
         noise: Callable[[int], Float[Tensor, "B C"] | None],
-        goes_on: Callable[[], bool],
+        should_continue: Callable[[], bool],
     ) -> bool:
         """Grows the trees to their full depth.
 
@@ -130,7 +131,7 @@ class NativeDraft:
             pending: committed entries to read first, already counted by `rows`; None for none.
             positions: position id of the next entry of each row.
             noise: function from a level to its log noise (`NativeRanking.call`).
-            goes_on: function that is called after each level and returns whether to draft another one.
+            should_continue: function that is called after each level and returns whether to draft another one.
 
         Returns:
             Whether the draft was made. It is not if scores are not finite or a token has no embedding. Committed
@@ -149,7 +150,7 @@ class NativeDraft:
 
         def ask(level: int) -> bool:
             try:
-                is_wanted = goes_on()
+                is_wanted = should_continue()
                 found = noise(level) if is_wanted else None
                 if found is not None:
                     kept[0] = found
@@ -159,10 +160,10 @@ class NativeDraft:
                 errors.append(error)
                 return False
 
-        draft.goes_on = _Ask(ask)
+        draft.should_continue = _Ask(ask)
         with _interrupts(errors):
             done = binding.library().draft(ctypes.addressof(draft))
-        draft.goes_on = _Ask()  # break the reference cycle with `ask`, which would need the garbage collector
+        draft.should_continue = _Ask()  # break the reference cycle with `ask`, which would need the garbage collector
         if errors:
             raise errors[0]
         if done < 0:
@@ -174,7 +175,7 @@ class NativeDraft:
     def _place(
         self, draft: _DraftStructure, layers: CallStructure, growth: NativeGrowth, root: Tensor, positions: Tensor
     ) -> None:
-        """Sets the addresses of trees, states, angles and of what is seen before; raises `WrongBufferError`."""
+        """Sets the addresses of trees, states, angles and of what is visible before; raises `WrongBufferError`."""
         (batch_size, width, depth), hidden = growth.size, self.rows.layers.hidden
         dtype, head_dim = self.rows.layers.dtype, self.rows.layers.heads[1]
         layers.check_rows(batch_size, width, self.rows.num_before + width * (depth - 1))
@@ -186,7 +187,7 @@ class NativeDraft:
         draft.num_positions = min(map(len, self.angles))
         table = dtype, draft.num_positions, head_dim
         draft.cos, draft.sin = (address_of_table(part, *table) for part in self.angles)
-        draft.offsets, draft.runs = addresses_of_sight(self.rows.sight_before, batch_size)
+        draft.offsets, draft.ranges = addresses_of_ranges(self.rows.ranges_before, batch_size)
         # any address: it only requests normed states
         draft.ranking.normed = draft.root if self.ranking.feeds_back_normed else None
         draft.layers.num_keys = self.rows.num_before

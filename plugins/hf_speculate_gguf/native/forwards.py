@@ -32,7 +32,7 @@ from hf_speculate.cache import as_cache
 from hf_speculate.target import base_module, effective_module
 
 from . import binding
-from .caches import Room
+from .caches import KVBuffers
 from .inputs import LAYER_TYPES, Inputs
 from .layer_parts import parts_of
 from .snapshot import Snapshot, base_modules, is_captor
@@ -102,7 +102,7 @@ class CausalForward(_NativeForward):
 
         One check of the model then holds for the next forwards too. A check takes 0.6 ms, a tenth of a small model's
         step: the weights have just filled all CPU caches, so everything checked comes from memory. `is_threaded` keeps
-        the number of threads between forwards (`Crew`).
+        the number of threads between forwards (`ThreadPool`).
         """
         return nullcontext() if self._whole is None else self._whole.assume_unchanged(is_threaded)
 
@@ -149,7 +149,7 @@ class _Whole:
         self._stock = type(model).forward, type(decoder).forward
         self._step: NativeStep | None = None
         self._angles = [AngleTable() for _ in LAYER_TYPES]
-        self._rooms: WeakKeyDictionary[Cache, Room] = WeakKeyDictionary()
+        self._buffers: WeakKeyDictionary[Cache, KVBuffers] = WeakKeyDictionary()
         self._checks: dict[int, _ModelCheck] = {}  # by thread, within `assume_unchanged`
 
     def run(self, named: dict[str, Any], num_scored: int | None) -> _Output | None:
@@ -159,7 +159,7 @@ class _Whole:
         """
         check = self._checks.get(threading.get_ident())
         if check is not None:
-            check.crew.restore()
+            check.thread_pool.restore()
         inputs, config = Inputs.of(named), self._decoder.config
         if inputs is None:
             return None
@@ -173,17 +173,17 @@ class _Whole:
         if step is None or (torch.is_grad_enabled() and step.has_gradients()):
             return None
         cache = DynamicCache(config=config) if inputs.cache is None else inputs.cache
-        room = self._room(step, cache, inputs.ids.shape, is_known)
-        rows = None if room is None else inputs.rows(config, cache, room, num_scored)
-        if room is None or rows is None:
+        buffers = self._buffers_of(step, cache, inputs.ids.shape, is_known)
+        rows = None if buffers is None else inputs.rows(config, cache, buffers, num_scored)
+        if buffers is None or rows is None:
             return None
         wanted = config.output_hidden_states if inputs.hidden_states is None else inputs.hidden_states
         scored = self._scored(step, rows, keeps_states=wanted is not False or any(self._taps))
         if scored is None:
             return None
         if check is not None:
-            check.crew.lower()
-        room.count(rows.num_keys)
+            check.thread_pool.lower()
+        buffers.count(rows.num_keys)
         self._show(scored)
         return _Output(scored, None if wanted is False else _selected(scored, wanted, config), cache)
 
@@ -193,12 +193,12 @@ class _Whole:
         thread = threading.get_ident()
         before = self._checks.get(thread)
         if before is not None:
-            before.crew.restore()
-        check = self._checks[thread] = _ModelCheck(Crew(is_fixed=is_threaded))
+            before.thread_pool.restore()
+        check = self._checks[thread] = _ModelCheck(ThreadPool(is_fixed=is_threaded))
         try:
             yield
         finally:
-            check.crew.restore()
+            check.thread_pool.restore()
             del self._checks[thread]
             if before is not None:
                 self._checks[thread] = before
@@ -229,20 +229,20 @@ class _Whole:
             self._step = NativeStep.of([parts_of(layer) for layer in self._layers], *around)
         return self._step
 
-    def _room(self, step: NativeStep, cache: Cache, size: Sequence[int], is_known: bool) -> Room | None:
-        room = self._rooms.get(cache)
-        if room is None or not room.takes(step.layers, cache, *size, are_alike=is_known):
-            room = Room.of(step.layers, cache, *size)
-            if room is not None:
-                self._rooms[cache] = room
-        return room
+    def _buffers_of(self, step: NativeStep, cache: Cache, size: Sequence[int], is_known: bool) -> KVBuffers | None:
+        buffers = self._buffers.get(cache)
+        if buffers is None or not buffers.takes(step.layers, cache, *size, are_alike=is_known):
+            buffers = KVBuffers.of(step.layers, cache, *size)
+            if buffers is not None:
+                self._buffers[cache] = buffers
+        return buffers
 
     def move_entries(self, cache: Cache, sources: Sequence[int], destinations: Sequence[int]) -> bool:
         """Moves entries of a cache that native forwards write (`cache.Mover`)."""
-        room, step = self._rooms.get(cache), self._step
-        if room is None or step is None or not room.takes(step.layers, cache, len(room.buffers[0][0]), 0):
+        buffers, step = self._buffers.get(cache), self._step
+        if buffers is None or step is None or not buffers.takes(step.layers, cache, len(buffers.entries[0].keys), 0):
             return False
-        room.move(sources, destinations)
+        buffers.move(sources, destinations)
         return True
 
     def _scored(self, step: NativeStep, rows: TextRows, keeps_states: bool) -> Scored | None:
@@ -272,7 +272,7 @@ class _Whole:
                     hook(layer, (scored.states[index],), scored.states[index + 1])
 
 
-class Crew:
+class ThreadPool:
     """The number of PyTorch's threads in the calling thread, lowered after a forward and restored before the next one.
 
     While other processes use the cores, the kernel computes with fewer threads (`threads.h`). PyTorch would still
@@ -298,7 +298,7 @@ class Crew:
         if self._is_fixed:
             return
         library, given = binding.library(), torch.get_num_threads()
-        if (number := library.team_size(given)) < given:
+        if (number := library.thread_pool_size(given)) < given:
             self._given = given
             library.set_threads(number, given)
 
@@ -306,8 +306,8 @@ class Crew:
 class _ModelCheck:
     """The result of checking the model before a forward."""
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew = crew
+    def __init__(self, thread_pool: ThreadPool) -> None:
+        self.thread_pool = thread_pool
         self.step: NativeStep | None = None
         self._num_hooks = -1
 

@@ -20,6 +20,7 @@ from .weights import fields
 MOST_WIDTH = 128
 
 
+@binding.mirrors("Growth")
 class GrowthStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, "batch_size", "width", "depth", "num_levels"),

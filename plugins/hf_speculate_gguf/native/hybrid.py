@@ -23,7 +23,7 @@ from hf_speculate.target import GenerativeModel
 
 from . import binding
 from .backends import NativeBackend
-from .layers import MOST_ROWS, addresses_of_sight, find_sight
+from .layers import MOST_ROWS, addresses_of_ranges, ranges_of_mask
 from .memory import address_of, address_of_strided, check_range
 from .modules import PackedMatrix, Projection
 from .weights import fields
@@ -211,12 +211,12 @@ def _attend(
 ) -> tuple[Float[Tensor, "B N heads d"], None]:
     """Attention of a packed hybrid: by the kernel for as many rows as in other packed models, else by SDPA."""
     batch_size, heads, num_queries, head_dim = query.shape
-    num_keys, sight = key.shape[2], None
+    num_keys, ranges = key.shape[2], None
     is_known = module in _attending and batch_size * num_queries <= MOST_ROWS and _are_readable(query, key, value)
     is_known = is_known and key.stride() == value.stride() and key.stride()[2:] == (head_dim, 1)
     if is_known and attention_mask is not None:
-        sight = find_sight(attention_mask, batch_size, num_queries, num_keys)
-    if not is_known or (sight is None and (attention_mask is not None or num_queries not in (1, num_keys))):
+        ranges = ranges_of_mask(attention_mask, batch_size, num_queries, num_keys)
+    if not is_known or (ranges is None and (attention_mask is not None or num_queries not in (1, num_keys))):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     queries, dtype = query.transpose(1, 2).contiguous(), query.dtype
     of_entries = (batch_size, key.shape[1], num_keys, head_dim), (*key.stride()[:2], head_dim, 1)
@@ -239,8 +239,8 @@ def _attend(
         threads=torch.get_num_threads(),
         scale=scaling,
     )
-    if sight is not None:
-        call.offsets, call.runs = addresses_of_sight(sight, batch_size * num_queries)
+    if ranges is not None:
+        call.offsets, call.ranges = addresses_of_ranges(ranges, batch_size * num_queries)
     if not binding.library().attend(ctypes.addressof(call)):
         raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
     return outputs.transpose(0, 1).reshape(batch_size, num_queries, heads, head_dim), None
@@ -249,6 +249,7 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
+@binding.mirrors("Delta")
 class _DeltaStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "mixed", "strengths", "steps"),
@@ -259,9 +260,10 @@ class _DeltaStructure(ctypes.Structure):
     ]
 
 
+@binding.mirrors("AttentionCall")
 class _AttentionStructure(ctypes.Structure):
     _fields_ = [
-        *fields(ctypes.c_void_p, "queries", "keys", "values", "y", "offsets", "runs"),
+        *fields(ctypes.c_void_p, "queries", "keys", "values", "y", "offsets", "ranges"),
         *fields(ctypes.c_int64, "batch_stride", "head_stride", "batch_size", "num_queries", "num_keys"),
         *fields(ctypes.c_int64, "heads", "kv_heads", "head_dim", "is_bf16", "threads"),
         ("scale", ctypes.c_double),

@@ -1,4 +1,4 @@
-"""Inputs of a decoder that the kernel knows, and what its queries see of the cache."""
+"""Inputs of a decoder that the kernel knows, and which entries of the cache are visible to its queries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from hf_speculate.attention import TreeMask
 from hf_speculate.cache import CACHE_NAME, as_cache
 
-from .caches import Room
-from .layers import MOST_ROWS, Sight
-from .rows import is_intercepted, num_hidden, sight_of
+from .caches import KVBuffers
+from .layers import MOST_ROWS, VisibleRanges
+from .rows import is_intercepted, num_hidden, read_mask
 from .step import TextRows
 
 
@@ -64,9 +64,9 @@ class Inputs:
             return True
         return count + (0 if self.cache is None else self.cache.get_seq_length()) <= MOST_KEYS
 
-    def rows(self, config: Any, cache: Cache, room: Room, num_scored: int | None) -> TextRows | None:
+    def rows(self, config: Any, cache: Cache, buffers: KVBuffers, num_scored: int | None) -> TextRows | None:
         """The rows of the forward; None if the kernel does not take these positions or masks."""
-        (batch_size, count), past = self.ids.shape, room.length
+        (batch_size, count), past = self.ids.shape, buffers.length
         positions = (
             torch.arange(past, past + count, dtype=torch.long, device="cpu")[None]
             if self.positions is None
@@ -76,33 +76,37 @@ class Inputs:
             return None
         if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
             return None
-        sights = self._sights(config, cache, room, positions, past)
-        if sights is None:
+        visible = self._visible_ranges(config, cache, buffers, positions, past)
+        if visible is None:
             return None
         positions = positions.expand(batch_size, -1).contiguous()
         num_scored = count if num_scored is None else min(num_scored, count)
-        return TextRows(self.ids.contiguous(), positions, room.buffers, room.call, past + count, sights, num_scored)
+        return TextRows(
+            self.ids.contiguous(), positions, buffers.entries, buffers.call, past + count, visible, num_scored
+        )
 
-    def _sights(self, config: Any, cache: Cache, room: Room, positions: Tensor, past: int) -> Sequence[Sight] | None:
-        """The entries that queries see, for each type of layer; None if the kernel does not take the masks."""
-        size, given, windows = self.ids.shape, self.mask, room.native.windows
+    def _visible_ranges(
+        self, config: Any, cache: Cache, buffers: KVBuffers, positions: Tensor, past: int
+    ) -> Sequence[VisibleRanges] | None:
+        """The visible ranges of queries, for each type of layer; None if the kernel does not take the masks."""
+        size, given, windows = self.ids.shape, self.mask, buffers.native.windows
         if isinstance(given, TreeMask):
             fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
-            return [given.runs() for _ in LAYER_TYPES] if fits and not any(windows) else None
-        sights: list[Sight] = []
+            return [given.visible_ranges() for _ in LAYER_TYPES] if fits and not any(windows) else None
+        found: list[VisibleRanges] = []
         for is_windowed, layer_type in enumerate(LAYER_TYPES):
             examples = [index for index, window in enumerate(windows) if (window is not None) == bool(is_windowed)]
             if not examples:
-                sights.append(None)
+                found.append(None)
                 continue
             mask = self._mask(layer_type, config, cache, positions, past + size[1], is_alone=not any(windows))
-            hidden = num_hidden(room.layers[examples[0]])
-            # Without a mask every query sees what comes before it.
-            sees_before, sight = (True, None) if mask is None else sight_of(mask, size, past + size[1], hidden)
-            if not sees_before and sight is None:
+            hidden = num_hidden(buffers.layers[examples[0]])
+            # Without a mask all that comes before it is visible to every query.
+            is_causal, ranges = (True, None) if mask is None else read_mask(mask, size, past + size[1], hidden)
+            if not is_causal and ranges is None:
                 return None
-            sights.append(sight)
-        return sights
+            found.append(ranges)
+        return found
 
     def _mask(
         self, layer_type: str, config: Any, cache: Cache, positions: Tensor, num_keys: int, is_alone: bool

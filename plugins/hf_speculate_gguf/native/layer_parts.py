@@ -13,8 +13,8 @@ from hf_speculate.target import adapter_layers_around, base_module, pass_on
 from . import binding
 from .backends import NativeBackend
 from .modules import PackedMatrix, Projection
-from .rounded import RoundedMatrix
-from .rounded_layers import RoundedForward, RoundedLinear
+from .quantized import QuantizedMatrix
+from .quantized_layers import QuantizedForward, QuantizedLinear
 from .weights import parameters_of, unpacked
 
 
@@ -82,20 +82,20 @@ class LayerParts:
         """The modules whose weights the layer uses, each once."""
         return list(dict.fromkeys([*self.norms.values(), *filter(None, self.matrices)]))
 
-    def rounds(self) -> bool | None:
-        """Whether packed matrices round their inputs to bytes; None if the kernel cannot use all matrices, or packed
+    def quantizes_activations(self) -> bool | None:
+        """Whether packed matrices quantise their activations; None if the kernel cannot use all matrices, or packed
         ones differ.
 
-        Dense matrices never round, and can be combined with either kind.
+        Dense matrices never do, and can be combined with either kind.
         """
-        found = [(isinstance(matrix, PackedMatrix), rounds_inputs(matrix)) for matrix in self.matrices]
-        of_packed = {rounds for is_packed, rounds in found if is_packed} or {False}
-        is_known = all(rounds is not None for _, rounds in found)
+        found = [(isinstance(matrix, PackedMatrix), quantizes_activations(matrix)) for matrix in self.matrices]
+        of_packed = {quantizes for is_packed, quantizes in found if is_packed} or {False}
+        is_known = all(quantizes is not None for _, quantizes in found)
         return of_packed.pop() if is_known and len(of_packed) == 1 else None
 
-    def rounded(self) -> LayerParts:
+    def quantized(self) -> LayerParts:
         """The same parts with 8-bit matrices where possible, for drafting."""
-        return replace(self, projections={name: rounded(each) or each for name, each in self.projections.items()})
+        return replace(self, projections={name: quantized(each) or each for name, each in self.projections.items()})
 
     def dtype(self) -> torch.dtype | None:
         """The dtype of all weights that are not packed; None if they differ."""
@@ -107,7 +107,7 @@ class LayerParts:
         sizes, step = self.sizes, binding.TILE_ROWS
         widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
         return (
-            self.rounds() is not None
+            self.quantizes_activations() is not None
             and self.dtype() is not None
             and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
             and all(width % binding.TILE_COLUMNS == 0 for width in widths)
@@ -117,26 +117,26 @@ class LayerParts:
         )
 
 
-def rounds_inputs(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
-    """Whether a matrix rounds its inputs to bytes; None if the kernel cannot multiply with it."""
+def quantizes_activations(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
+    """Whether a matrix quantises its activations (inputs) to bytes; None if the kernel cannot multiply with it."""
     if isinstance(matrix, PackedMatrix):
-        return matrix.backend.rounds if isinstance(matrix.backend, NativeBackend) else None
+        return matrix.backend.quantizes_activations if isinstance(matrix.backend, NativeBackend) else None
     if matrix is None or matrix.weight.dtype not in binding.DENSE_KINDS or not matrix.weight.is_contiguous():
         return None
     return False
 
 
-def rounded(projection: nn.Module) -> RoundedMatrix | None:
+def quantized(projection: nn.Module) -> QuantizedMatrix | None:
     """The 8-bit matrix of a projection; None if there is none."""
-    if isinstance(forward := vars(projection).get("forward"), RoundedForward):
+    if isinstance(forward := vars(projection).get("forward"), QuantizedForward):
         return forward.matrix()
     matrix = matrix_of(projection)
-    return RoundedMatrix.of(matrix) if matrix is not None and matrix is projection else None
+    return QuantizedMatrix.of(matrix) if matrix is not None and matrix is projection else None
 
 
 def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
     """The matrix that computes a projection; None for other modules."""
-    if isinstance(projection, RoundedLinear):
+    if isinstance(projection, QuantizedLinear):
         return matrix_of(projection.layer)
     if type(projection) is Projection:
         return projection.fused.linear

@@ -1,4 +1,4 @@
-"""Decoder layers in the form for the kernel, and the entries that their queries see.
+"""Decoder layers in the form for the kernel, and the entries visible to their queries.
 
 The ctypes structures mirror `kernel/layer.h`.
 """
@@ -23,18 +23,19 @@ from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 # Largest number of rows in one kernel call (its CHUNK).
 MOST_ROWS = 128
 
-# Most runs of a query, in addition to one for each other query: earlier ancestors and contiguous pieces.
-_MOST_RUNS = 32
+# Most visible ranges of a query, in addition to one for each other query: earlier ancestors and contiguous pieces.
+_MOST_RANGES = 32
 
 # RMSNorms of a layer, in the order of the structure.
 _NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "second_norm", "attention_post_norm", "mlp_post_norm")
 
-# Types of layers in one call: those that see everything, and those with a window.
+# Types of layers in one call: those to which everything is visible, and those with a window.
 NUM_TYPES = 2
 
 _MASK_KINDS = {torch.bool: 0, torch.float32: 1, torch.bfloat16: 2}
 
 
+@binding.mirrors("Layer")
 class _LayerStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_int64, "hidden", "heads", "kv_heads", "head_dim", "inner"),
@@ -47,6 +48,7 @@ class _LayerStructure(ctypes.Structure):
     ]
 
 
+@binding.mirrors("Call")
 class CallStructure(ctypes.Structure):
     """`Call` of the kernel."""
 
@@ -61,9 +63,9 @@ class CallStructure(ctypes.Structure):
         *fields(ctypes.c_void_p * NUM_TYPES, "cos", "sin"),
         *fields(ctypes.c_int64, "rotary_stride"),
         *fields(ctypes.c_void_p, "keys", "values", "batch_strides", "head_strides"),
-        *fields(ctypes.c_void_p * NUM_TYPES, "offsets", "runs"),
+        *fields(ctypes.c_void_p * NUM_TYPES, "offsets", "ranges"),
         *fields(ctypes.c_int64 * NUM_TYPES, "windows"),
-        *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
+        *fields(ctypes.c_int64, "is_bf16", "quantize", "threads"),
     ]
 
     def check_rows(self, batch_size: int, num_queries: int, num_keys: int) -> None:
@@ -72,21 +74,21 @@ class CallStructure(ctypes.Structure):
         check_range("the number of entries", num_keys, num_queries, self.capacity)
         check_range("the number of rows", batch_size * num_queries, 1, MOST_ROWS)
 
-    def see(self, sights: Sequence[tuple[Tensor, Tensor] | None], num_rows: int) -> None:
-        """Sets the entries that queries see, for each type of layer (`NativeLayers.run`)."""
-        for number, sight in enumerate(sights):
-            if sight is not None:
-                self.offsets[number], self.runs[number] = addresses_of_sight(sight, num_rows)
+    def set_visible_ranges(self, visible_ranges: Sequence[VisibleRanges], num_rows: int) -> None:
+        """Sets the visible ranges of queries, for each type of layer (`NativeLayers.run`)."""
+        for number, ranges in enumerate(visible_ranges):
+            if ranges is not None:
+                self.offsets[number], self.ranges[number] = addresses_of_ranges(ranges, num_rows)
 
 
-Sight = tuple[Tensor, Tensor] | None
-"""The entries that each query sees, as runs (`find_sight`). None: all entries up to its own, or those of its window."""
+VisibleRanges = tuple[Tensor, Tensor] | None
+"""Ranges of the entries visible to each query (`ranges_of_mask`). None: all up to its own, or those of its window."""
 
 
-def addresses_of_sight(sight: tuple[Tensor, Tensor], num_rows: int) -> tuple[int, int]:
-    """The addresses of the offsets and of the runs of this many queries."""
-    offsets, runs = sight
-    return address_of(offsets, torch.int32, (num_rows + 1,)), address_of(runs, torch.int32, (len(runs), 2))
+def addresses_of_ranges(visible_ranges: tuple[Tensor, Tensor], num_rows: int) -> tuple[int, int]:
+    """The addresses of the offsets and of the visible ranges of this many queries."""
+    offsets, ranges = visible_ranges
+    return address_of(offsets, torch.int32, (num_rows + 1,)), address_of(ranges, torch.int32, (len(ranges), 2))
 
 
 class Entries(NamedTuple):
@@ -173,7 +175,7 @@ class NativeLayers:
     Attributes:
         dtype: dtype of states and caches.
         hidden: width of the states.
-        rounds: whether inputs of packed matrices are rounded to bytes.
+        quantizes_activations: whether inputs of packed matrices are quantised to bytes.
         heads: number of KV heads, and their size.
         windows: window of each layer (`LayerParts`).
     """
@@ -185,7 +187,7 @@ class NativeLayers:
         self.dtype = dtype
         self._layers = [NativeLayer(layer, dtype) for layer in layers]
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in self._layers))
-        self.rounds = layers[0].rounds() or False
+        self.quantizes_activations = layers[0].quantizes_activations() or False
         self.hidden = layers[0].sizes["hidden"]
         self.heads = layers[0].sizes["kv_heads"], layers[0].sizes["head_dim"]
         self.windows = [layer.window for layer in layers]
@@ -195,7 +197,7 @@ class NativeLayers:
     def of(cls, layers: Sequence[LayerParts | None]) -> NativeLayers | None:
         """The layers; None if the kernel cannot compute all of them in one call."""
         known = [parts for parts in layers if parts is not None and parts.fit()]
-        is_alike = len({(parts.dtype(), parts.rounds()) for parts in known}) == 1
+        is_alike = len({(parts.dtype(), parts.quantizes_activations()) for parts in known}) == 1
         is_alike = is_alike and known[0].dtype() in binding.DENSE_KINDS
         has_one_window = len({parts.window for parts in known} - {None}) <= 1
         return cls(known) if is_alike and has_one_window and len(known) == len(layers) else None
@@ -231,7 +233,7 @@ class NativeLayers:
         )
         call.keys, call.values, call.batch_strides, call.head_strides = map(ctypes.addressof, call.kept[1])
         call.windows[1] = self._window
-        call.is_bf16, call.rounds = self.dtype is torch.bfloat16, self.rounds
+        call.is_bf16, call.quantize = self.dtype is torch.bfloat16, self.quantizes_activations
         call.threads = torch.get_num_threads()
         return call
 
@@ -241,7 +243,7 @@ class NativeLayers:
         rotary: tuple[Float[Tensor, "R N D"], Float[Tensor, "R N D"]],
         buffers: Sequence[Entries],
         num_keys: int,
-        sight: Sight,
+        visible_ranges: VisibleRanges,
         second: Float[Tensor, "B N H"] | None,
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer, all of one type. The entries of the queries are written to the cache.
@@ -265,23 +267,25 @@ class NativeLayers:
         angles = address_of(cos, self.dtype, of_angles), address_of(sin, self.dtype, of_angles)
         for number in range(NUM_TYPES):
             call.cos[number], call.sin[number] = angles
-        call.see([sight] * NUM_TYPES, batch_size * num_queries)
+        call.set_visible_ranges([visible_ranges] * NUM_TYPES, batch_size * num_queries)
         if not binding.library().run_layers(ctypes.addressof(call)):
             raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
         return outputs
 
 
-def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int, hides_first: bool = False) -> Sight:
-    """The entries that each query sees by a mask, as runs.
+def ranges_of_mask(
+    mask: Tensor, batch_size: int, num_queries: int, num_keys: int, hides_first: bool = False
+) -> VisibleRanges:
+    """The visible ranges of each query by a mask.
 
     Args:
-        mask: [B or 1, 1, at least N, S]; 0 or True where an entry is seen, the lowest value or False elsewhere. Masks
-            from `scoring.fold` work too.
+        mask: [B or 1, 1, at least N, S]; 0 or True where an entry is visible, the lowest value or False elsewhere.
+            Masks from `attention.fold` work too.
         hides_first: whether a mask with fewer columns than entries hides the first of them, instead of showing them.
 
     Returns:
-        int32 [B * N + 1], the offset of each query's runs, and int32 [runs, 2], the first entry and the end of each
-        run. None if the mask has other values, or more runs than trees need.
+        int32 [B * N + 1], the offset of each query's ranges, and int32 [ranges, 2], the first entry and the end of each
+        range. None if the mask has other values, or more ranges than trees need.
     """
     kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:
@@ -291,12 +295,12 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int, h
     check_range("the columns of a mask", columns, 0, num_keys)
     shape = (of_rows if of_rows == 1 else batch_size, mask.shape[1], given, columns)
     address = address_of_strided(mask, mask.dtype, shape)
-    most = num_rows * (min(num_queries, MOST_ROWS) + _MOST_RUNS)
-    offsets, runs = (
+    most = num_rows * (min(num_queries, MOST_ROWS) + _MOST_RANGES)
+    offsets, ranges = (
         torch.empty(num_rows + 1, dtype=torch.int32, device="cpu"),
         torch.empty(most, 2, dtype=torch.int32, device="cpu"),
     )
-    found = binding.library().find_runs(
+    found = binding.library().ranges_of_mask(
         address,
         kind,
         0 if mask.shape[0] == 1 else mask.stride(0),
@@ -306,7 +310,7 @@ def find_sight(mask: Tensor, batch_size: int, num_queries: int, num_keys: int, h
         columns,
         num_keys,
         hides_first,
-        *addresses_of_sight((offsets, runs), num_rows),
+        *addresses_of_ranges((offsets, ranges), num_rows),
         most,
     )
-    return (offsets, runs) if found >= 0 else None
+    return (offsets, ranges) if found >= 0 else None

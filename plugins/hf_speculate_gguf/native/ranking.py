@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from . import binding
-from .layer_parts import matrix_of, rounded, rounds_inputs
+from .layer_parts import matrix_of, quantized, quantizes_activations
 from .memory import address_of, check_range
-from .rounded_layers import RoundedForward
+from .quantized_layers import QuantizedForward
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 
 
@@ -32,6 +32,7 @@ _WARPERS: dict[type | None, str] = {
 }
 
 
+@binding.mirrors("Ranking")
 class RankingStructure(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "x", "normed"),
@@ -44,7 +45,7 @@ class RankingStructure(ctypes.Structure):
         *fields(ctypes.c_void_p, "log_noise"),
         *fields(ctypes.c_int64, "num_columns", "most"),
         *fields(ctypes.c_void_p, "shares", "columns"),
-        *fields(ctypes.c_int64, "is_bf16", "rounds", "threads"),
+        *fields(ctypes.c_int64, "is_bf16", "quantize", "threads"),
     ]
 
 
@@ -87,7 +88,8 @@ class NativeRanking:
         self._fixed = RankingStructure(eps=eps)
         if norm is not None:
             self._fixed.norm = address_of(norm.weight, dtype, (matrix.in_features,))
-        self._fixed.is_bf16, self._fixed.rounds = dtype is torch.bfloat16, rounds_inputs(matrix) or False
+        self._fixed.is_bf16 = dtype is torch.bfloat16
+        self._fixed.quantize = quantizes_activations(matrix) or False
         fill_matrix(self._fixed.output, matrix, dtype)
 
     @classmethod
@@ -98,26 +100,26 @@ class NativeRanking:
         eps: float,
         dtype: torch.dtype,
         feeds_back_normed: bool = False,
-        rounds: bool = False,
+        quantize: bool = False,
         num_columns: int | None = None,
     ) -> NativeRanking | None:
         """The ranking; None if the kernel cannot compute it.
 
         Args:
             feeds_back_normed: whether the next draft step takes normed states.
-            rounds: whether to multiply in 8 bits if possible.
+            quantize: whether to multiply in 8 bits if possible.
             num_columns: number of the matrix's first outputs to rank; None for all.
         """
         matrix: Any = matrix_of(output)
-        if matrix is None or rounds_inputs(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:
+        if matrix is None or quantizes_activations(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:
             return None
-        if type(vars(matrix).get("forward")) not in (NoneType, RoundedForward):  # such as accelerate's
+        if type(vars(matrix).get("forward")) not in (NoneType, QuantizedForward):  # such as accelerate's
             return None
         weights = unpacked(parameters_of(_modules(matrix, norm)))
         is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
         if not is_alike or not matrix.weight.is_cpu:
             return None
-        in_8_bits = rounded(output) if rounds else None
+        in_8_bits = quantized(output) if quantize else None
         return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed, num_columns)
 
     def is_current(self) -> bool:

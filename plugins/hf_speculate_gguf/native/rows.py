@@ -1,4 +1,4 @@
-"""The rows of one forward: whether native layers take them, where their entries go and what they see."""
+"""The rows of one forward: whether native layers take them, where their entries go and which are visible to them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.cache import PreallocatedLayer, SlidingLayer
 
-from .caches import appendable_layers, make_room
+from .caches import appendable_layers, reserve
 from .growth import MOST_WIDTH
-from .layers import MOST_ROWS, Entries, NativeLayers, Sight, find_sight
+from .layers import MOST_ROWS, Entries, NativeLayers, VisibleRanges, ranges_of_mask
 
 
 @dataclass(frozen=True)
 class NativeRows:
-    """Rows that native layers can compute, with room for their entries in a cache."""
+    """Rows that native layers can compute, with memory for their entries in a cache."""
 
     layers: NativeLayers
     cache_layers: Sequence[PreallocatedLayer]
     buffers: Sequence[Entries]
     num_keys: int
-    sight: Sight
+    visible_ranges: VisibleRanges
 
     def run(
         self,
@@ -35,7 +35,7 @@ class NativeRows:
     ) -> Float[Tensor, "L B N H"]:
         """The outputs of every layer (`NativeLayers.run`). The entries of the rows are then in the cache."""
         inputs, second = inputs.contiguous(), None if second is None else second.contiguous()
-        outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.sight, second)
+        outputs = self.layers.run(inputs, rotary, self.buffers, self.num_keys, self.visible_ranges, second)
         for layer in self.cache_layers:
             layer.length = self.num_keys
         return outputs
@@ -48,7 +48,7 @@ def new_rows(
 
     Args:
         inputs: states of the rows.
-        mask: [B or 1, 1, at least N, S] (`find_sight`); None if every row sees all entries up to its own.
+        mask: [B or 1, 1, at least N, S] (`ranges_of_mask`); None if all entries up to its own are visible to every row.
     """
     if inputs.dtype is not layers.dtype or not _serves(inputs, inputs.shape[0] * inputs.shape[1]):
         return None
@@ -56,26 +56,26 @@ def new_rows(
     if not cache_layers:
         return None
     num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
-    sees_before, sight = sight_of(mask, inputs.shape[:2], num_keys)
-    if not sees_before and sight is None:
+    is_causal, ranges = read_mask(mask, inputs.shape[:2], num_keys)
+    if not is_causal and ranges is None:
         return None
-    buffers = make_room(cache_layers, inputs.shape[1], (inputs.shape[0], *layers.heads), layers.dtype)
-    return None if buffers is None else NativeRows(layers, cache_layers, buffers, num_keys, sight)
+    buffers = reserve(cache_layers, inputs.shape[1], (inputs.shape[0], *layers.heads), layers.dtype)
+    return None if buffers is None else NativeRows(layers, cache_layers, buffers, num_keys, ranges)
 
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Room for the entries of trees after those of a cache. The cache does not count them.
+    """Buffers for the entries of trees after those of a cache. The cache does not count them.
 
     Attributes:
         num_before: number of entries before the trees.
-        sight_before: entries before the trees that each row sees, as runs (`find_sight`).
+        ranges_before: visible ranges of each row among the entries before the trees (`ranges_of_mask`).
     """
 
     layers: NativeLayers
     buffers: Sequence[Entries]
     num_before: int
-    sight_before: tuple[Tensor, Tensor]
+    ranges_before: tuple[Tensor, Tensor]
 
 
 def tree_rows(
@@ -86,7 +86,7 @@ def tree_rows(
     visible: Bool[Tensor, "B M"] | None,
     num_pending: int,
 ) -> TreeRows | None:
-    """Room for trees; None if the modules must draw them. No entry is changed.
+    """Buffers for trees; None if the modules must draw them. No entry is changed.
 
     Args:
         root: states of the roots.
@@ -104,11 +104,11 @@ def tree_rows(
     num_before = cache_layers[0].get_seq_length() + num_pending
     if visible is None:
         everything = torch.tensor([[0, num_before]] * batch_size, dtype=torch.int32, device="cpu")
-        sight = torch.tensor(range(batch_size + 1), dtype=torch.int32, device="cpu"), everything
+        before = torch.tensor(range(batch_size + 1), dtype=torch.int32, device="cpu"), everything
     else:
-        sight = find_sight(visible[:, None, None], batch_size, 1, num_before)
-    buffers = make_room(cache_layers, num_pending + width * num_levels, (batch_size, *layers.heads), layers.dtype)
-    return None if sight is None or buffers is None else TreeRows(layers, buffers, num_before, sight)
+        before = ranges_of_mask(visible[:, None, None], batch_size, 1, num_before)
+    buffers = reserve(cache_layers, num_pending + width * num_levels, (batch_size, *layers.heads), layers.dtype)
+    return None if before is None or buffers is None else TreeRows(layers, buffers, num_before, before)
 
 
 def _serves(inputs: Tensor, num_rows: int) -> bool:
@@ -128,18 +128,18 @@ def is_intercepted() -> bool:
 
 
 def num_hidden(layer: PreallocatedLayer) -> int:
-    """The number of a cache layer's first entries that no new row sees; masks leave them out."""
+    """The number of a cache layer's first entries that are visible to no new row; masks leave them out."""
     return layer.visible_from if isinstance(layer, SlidingLayer) else 0
 
 
-def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: int = 0) -> tuple[bool, Sight]:
-    """Whether every query sees all entries up to its own, or those of its window; else the entries that it sees, None
-    if unknown.
+def read_mask(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: int = 0) -> tuple[bool, VisibleRanges]:
+    """Whether all entries up to its own, or those of its window, are visible to every query; else the visible ranges,
+    None if unknown.
 
     Args:
-        mask: [B or 1, 1, at least N, S] (`find_sight`), or None.
+        mask: [B or 1, 1, at least N, S] (`ranges_of_mask`), or None.
         size: number of texts, and of queries in each.
-        hidden: number of the first entries that the mask leaves out because no query sees them.
+        hidden: number of the first entries that the mask leaves out because they are visible to no query.
     """
     batch_size, num_queries = size
     if mask is None:
@@ -153,4 +153,4 @@ def sight_of(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: in
         return False, None
     if num_queries == 1 and not columns:  # `TreeAttention.without_mask`
         return True, None
-    return False, find_sight(mask, batch_size, num_queries, num_keys, hides_first=hidden > 0)
+    return False, ranges_of_mask(mask, batch_size, num_queries, num_keys, hides_first=hidden > 0)

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import binding
-from .layer_parts import LayerParts, epsilon_of, matrix_of, rounds_inputs, shift_of
-from .layers import MOST_ROWS, NUM_TYPES, CallStructure, Entries, NativeLayers, Sight
+from .layer_parts import LayerParts, epsilon_of, matrix_of, quantizes_activations, shift_of
+from .layers import MOST_ROWS, NUM_TYPES, CallStructure, Entries, NativeLayers, VisibleRanges
 from .memory import address_of, address_of_table, places_of
 from .modules import PackedMatrix, rounded_factor
 from .weights import (
@@ -79,6 +79,7 @@ def num_positions(angles: Sequence[Angles]) -> int:
     return min(len(cos) for cos, _ in filter(None, angles))
 
 
+@binding.mirrors("Step")
 class _StepStructure(ctypes.Structure):
     _fields_ = [
         *(("layers", CallStructure), ("embeddings", MatrixStructure), ("embedding_scale", ctypes.c_double)),
@@ -101,7 +102,7 @@ class TextRows:
     Attributes:
         call: call structure with these buffers (`NativeLayers.call`).
         num_keys: number of entries including those of the queries.
-        sights: entries that each query sees in layers without a window, and in those with one.
+        visible_ranges: visible ranges of each query in layers without a window, and in those with one.
         num_scored: number of each text's last queries whose logits are wanted.
     """
 
@@ -110,7 +111,7 @@ class TextRows:
     buffers: Sequence[Entries]
     call: CallStructure
     num_keys: int
-    sights: Sequence[Sight]
+    visible_ranges: Sequence[VisibleRanges]
     num_scored: int
 
     def parts(self, layers: NativeLayers) -> list[list[TextRows]]:
@@ -130,7 +131,7 @@ class TextRows:
     def _part(self, texts: slice, piece: slice, call: CallStructure) -> TextRows:
         num_queries = self.tokens.shape[1]
         left = num_queries - piece.stop  # queries of the text after this piece
-        # Offsets count from the first run of the whole batch. A piece is one of a single text, or whole texts.
+        # Offsets count from the first range of the whole batch. A piece is one of a single text, or whole texts.
         first = texts.start * num_queries
         offsets = slice(first + piece.start, first + (texts.stop - texts.start - 1) * num_queries + piece.stop + 1)
         return replace(
@@ -139,7 +140,7 @@ class TextRows:
             positions=self.positions[texts, piece],
             call=call,
             num_keys=self.num_keys - left,
-            sights=[sight and (sight[0][offsets], sight[1]) for sight in self.sights],
+            visible_ranges=[ranges and (ranges[0][offsets], ranges[1]) for ranges in self.visible_ranges],
             num_scored=min(max(self.num_scored - left, 0), piece.stop - piece.start),
         )
 
@@ -179,12 +180,12 @@ class NativeStep:
     def of(cls, layers: Sequence[LayerParts | None], embeddings: Any, norm: Any, output: Any) -> NativeStep | None:
         """The weights; None if the kernel cannot compute the whole model."""
         found, matrix = NativeLayers.of(layers), matrix_of(output)
-        if found is None or matrix is None or matrix is not output or rounds_inputs(matrix) is None:
+        if found is None or matrix is None or matrix is not output or quantizes_activations(matrix) is None:
             return None
         dense = {weight.dtype for weight in unpacked(parameters_of([norm, matrix]))}
         has_type = dense == {found.dtype}
         is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype, are_scaled=True)
-        is_alike = not isinstance(matrix, PackedMatrix) or rounds_inputs(matrix) == found.rounds
+        is_alike = not isinstance(matrix, PackedMatrix) or quantizes_activations(matrix) == found.quantizes_activations
         return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
 
     def is_current(self) -> bool:
@@ -230,7 +231,7 @@ class NativeStep:
         step.layers = rows.call
         step.layers.batch_size, step.layers.num_queries = size
         step.layers.num_keys = rows.num_keys
-        step.layers.see(rows.sights, size.numel())
+        step.layers.set_visible_ranges(rows.visible_ranges, size.numel())
         step.layers.x = address_of(states, dtype, states.shape)
         step.layers.y = step.layers.x + normed.nbytes
         step.tokens = address_of(rows.tokens, torch.long, size)

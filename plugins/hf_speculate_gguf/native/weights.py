@@ -14,7 +14,7 @@ from . import binding
 from .formats import FORMATS
 from .memory import address_of, places_of
 from .modules import PackedEmbedding, PackedMatrix, ScaledEmbedding
-from .rounded import RoundedMatrix
+from .quantized import QuantizedMatrix
 
 
 def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
@@ -22,8 +22,9 @@ def fields(kind: type, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
 
 
+@binding.mirrors("Matrix")
 class MatrixStructure(ctypes.Structure):
-    """`Matrix` of `kernel/matrices.h`."""
+    """`Matrix` of `kernel/packed.h`."""
 
     _fields_ = [
         *fields(ctypes.c_int64, "kind", "in_features", "out_features"),
@@ -77,8 +78,8 @@ Place = tuple[dict[str, Any], str]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """The owner and name of each parameter of these modules; for a rounded matrix those of its source."""
-    sources = [module.source if isinstance(module, RoundedMatrix) else module for module in modules]
+    """The owner and name of each parameter of these modules; for a quantised matrix those of its source."""
+    sources = [module.source if isinstance(module, QuantizedMatrix) else module for module in modules]
     return [(module._parameters, name) for module in sources for name in module._parameters]
 
 
@@ -90,13 +91,13 @@ def unpacked(places: Sequence[Place]) -> list[Tensor]:
 class WeightsInPlace:
     """The weights that structures point to, or that were copied.
 
-    The modules are kept alive: nothing else holds rounded ones. Where weights were copied (`are_copied`), as for
-    rounded matrices, a write makes the copy outdated. (Writes under `torch.inference_mode` are not counted.)
+    The modules are kept alive: nothing else holds quantised ones. Where weights were copied (`are_copied`), as for
+    quantised matrices, a write makes the copy outdated. (Writes under `torch.inference_mode` are not counted.)
     """
 
     def __init__(self, modules: Iterable[nn.Module], are_copied: bool = False):
         self._modules = list(dict.fromkeys(modules))
-        self._counts_writes = are_copied or any(isinstance(module, RoundedMatrix) for module in self._modules)
+        self._counts_writes = are_copied or any(isinstance(module, QuantizedMatrix) for module in self._modules)
         self._places = parameters_of(self._modules)
         self._tensors = [of[name] for of, name in self._places]
         self._facts = self._read()

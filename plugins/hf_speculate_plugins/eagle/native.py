@@ -128,7 +128,7 @@ class NativeForward:
         """The layers, made again if weights were exchanged or moved; None if the kernel cannot compute them now."""
         if self._layers is None or not self._layers.is_current():
             parts = [parts_of(self._head, layer) for layer in self._head.layers]
-            self._layers = NativeLayers.of([part.rounded() for part in parts] if self._head.is_quick else parts)
+            self._layers = NativeLayers.of([part.quantized() for part in parts] if self._head.is_quantized else parts)
         return self._layers
 
     def current_ranking(self) -> NativeRanking | None:
@@ -138,7 +138,7 @@ class NativeForward:
             norm = head.norm if spec.norm_logits else None
             feeds_normed = spec.feed_back_normed
             is_known = spec.norm_logits or not feeds_normed
-            how = spec.rms_norm_eps, head.dtype, feeds_normed, head.is_quick, spec.draft_vocab_size
+            how = spec.rms_norm_eps, head.dtype, feeds_normed, head.is_quantized, spec.draft_vocab_size
             self._ranking = NativeRanking.of(head.draft_output, norm, *how) if is_known else None
         return self._ranking
 

@@ -72,7 +72,7 @@ class LoadedDrafter(Drafter, Generic[Head]):
     def ready(self, target: GenerativeModel) -> LoadedHead[Head]:
         """The head that drafts for `target`, its matrices in 8 bits where the kernel multiplies them."""
         loaded = self.follow(target)
-        loaded.head.quicken()
+        loaded.head.quantize_for_drafting()
         return loaded
 
     def prepare(self, target: GenerativeModel) -> None:

@@ -35,7 +35,7 @@ def following(loaded: LoadedHead[Head], target: GenerativeModel) -> LoadedHead[H
     made = {name: module for name, module in head.shared.items() if module is not None and _is_made(head, name)}
     kept = [module for name, module in head.shared.items() if module is not None and name not in made]
     moved = placed_copy(head, target.dtype, device, {id(module): module for module in kept})
-    moved._quick = None
+    moved._quantized = None
     moved.shared |= {name: placed_copy(module, target.dtype, device) for name, module in made.items()}
     ids = loaded.target_ids
     return replace(loaded, head=moved, target_ids=None if ids is None else ids.to(device))
@@ -70,7 +70,7 @@ def placed_copy(
     module: Module, dtype: torch.dtype, device: torch.device, kept: Mapping[int, nn.Module] | None = None
 ) -> Module:
     """A copy of a module with its parameters in a dtype, all on a device. Buffers, such as frequencies of RoPE, keep
-    their dtype; 8-bit forms of layers are not copied (`SharingHead.quicken`).
+    their dtype; 8-bit forms of layers are not copied (`SharingHead.quantize_for_drafting`).
 
     Args:
         kept: modules that the copy refers to as well, by their `id`.

@@ -176,7 +176,7 @@ class SharingHead(nn.Module, Generic[Spec]):
             self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         if lm_head is None:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
-        self._quick: dict[str, nn.Module] | None = None
+        self._quantized: dict[str, nn.Module] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -212,8 +212,8 @@ class SharingHead(nn.Module, Generic[Spec]):
 
     @property
     def draft_output(self) -> Any:
-        """The module that makes draft logits for drafting, see `quicken`."""
-        return (self._quick or {}).get("lm_head") or self.output
+        """The module that makes draft logits for drafting, see `quantize_for_drafting`."""
+        return (self._quantized or {}).get("lm_head") or self.output
 
     def draft_logits(self, states: Float[Tensor, "*N Hd"]) -> Float[Tensor, "*N Vd"]:
         """Logits of the draft vocabulary. An output matrix of a target with added tokens has more columns."""
@@ -221,20 +221,24 @@ class SharingHead(nn.Module, Generic[Spec]):
         return finite(logits[..., : self.spec.draft_vocab_size])  # an infinite logit would make probabilities NaN
 
     @property
-    def is_quick(self) -> bool:
-        """Whether `quicken` has changed this head."""
-        return self._quick is not None
+    def is_quantized(self) -> bool:
+        """Whether `quantize_for_drafting` has changed this head."""
+        return self._quantized is not None
 
-    def quicken(self) -> None:
+    def quantize_for_drafting(self) -> None:
         """Lets matrices multiply few rows in 8 bits from now on, on a CPU that has the kernel. The head's weights stay,
         and so does the target."""
-        from hf_speculate_gguf.native import RoundedLinear, has_kernel, quicken  # and the package for packed targets
+        from hf_speculate_gguf.native import (  # and the package for packed targets
+            QuantizedLinear,
+            has_kernel,
+            quantize_for_drafting,
+        )
 
-        if not self.is_quick and self.device.type == "cpu" and has_kernel():
-            quicken(self)
-            self._quick = {}  # not registered, as what is shared
-            if RoundedLinear.suits(self.shared["lm_head"]):
-                self._quick["lm_head"] = RoundedLinear(self.shared["lm_head"])
+        if not self.is_quantized and self.device.type == "cpu" and has_kernel():
+            quantize_for_drafting(self)
+            self._quantized = {}  # not registered, as what is shared
+            if QuantizedLinear.suits(self.shared["lm_head"]):
+                self._quantized["lm_head"] = QuantizedLinear(self.shared["lm_head"])
 
 
 class FeedingHead(SharingHead[Spec]):

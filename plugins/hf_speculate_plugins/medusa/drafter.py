@@ -23,7 +23,7 @@ from hf_speculate.tree import DraftTree
 from ..checkpoints import LoadReport, check_stated_target, checkpoint_files, tensor_shapes
 from ..heads import can_prepare, is_placed, placed_copy
 from ..origin import check_head_vocabulary, check_origin
-from .head import MedusaHeads, QuickOutputs
+from .head import MedusaHeads, QuantizedOutputs
 from .loading import PREFIXES, check_backbone, layout_of, read_heads
 from .saving import check_layout, convert_heads, describe_heads, write_heads
 from .steps import Seen, Steps, steps_of
@@ -106,7 +106,7 @@ class MedusaDrafter(Drafter):
         self._target_vocab_size = config.vocab_size
         self._target_name = getattr(target.config, "_name_or_path", None) or None
         self._given_tree = tree
-        self._made: tuple[MedusaHeads, QuickOutputs] | None = None
+        self._made: tuple[MedusaHeads, QuantizedOutputs] | None = None
         self.tree = (tree or self._best_tree()).cut(heads.num_heads)
 
     def __repr__(self) -> str:
@@ -183,11 +183,11 @@ class MedusaDrafter(Drafter):
                 f"{num_layers}. Load them again with target= this model."
             )
 
-    def _quick_of(self, heads: MedusaHeads) -> QuickOutputs:
+    def _quantized_outputs_of(self, heads: MedusaHeads) -> QuantizedOutputs:
         """The outputs in 8 bits. Making them may take a compiler, so they wait for the first request."""
         made = self._made
         if made is None or made[0] is not heads:
-            made = self._made = heads, QuickOutputs(heads)
+            made = self._made = heads, QuantizedOutputs(heads)
         return made[1]
 
     def follow(self, target: GenerativeModel) -> MedusaHeads:
@@ -201,11 +201,11 @@ class MedusaDrafter(Drafter):
     def prepare(self, target: GenerativeModel) -> None:
         """Makes the outputs in 8 bits, unless the kernel is still to be compiled."""
         if can_prepare(self.heads.device):
-            self._quick_of(self.follow(target)).of(target)
+            self._quantized_outputs_of(self.follow(target)).of(target)
 
     def start(self, request: DraftRequest) -> MedusaSession:
         heads = self.follow(request.target)
-        steps = steps_of(heads, self._quick_of(heads), request)
+        steps = steps_of(heads, self._quantized_outputs_of(heads), request)
         return MedusaSession(heads.num_heads, self.tree, self.feature_layers[0], steps)
 
     def _best_tree(self) -> StaticTree:

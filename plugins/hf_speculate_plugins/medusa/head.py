@@ -20,7 +20,7 @@ from hf_speculate.target import GenerativeModel, unhooked
 
 
 if TYPE_CHECKING:
-    from hf_speculate_gguf.native import RoundedLinear, WeightsInPlace
+    from hf_speculate_gguf.native import QuantizedLinear, WeightsInPlace
 
 
 class MedusaHeads(nn.Module):
@@ -128,10 +128,10 @@ class HeadForward:
         return self._heads(features, self._lm_head, num_heads=num_heads)
 
 
-class QuickForward(HeadForward):
+class QuantizedHeadForward(HeadForward):
     """The forward with output matrices in 8 bits. Reading these matrices takes most of a draft's time."""
 
-    def __init__(self, heads: MedusaHeads, outputs: Sequence[RoundedLinear]):
+    def __init__(self, heads: MedusaHeads, outputs: Sequence[QuantizedLinear]):
         super().__init__(heads, None)
         self._outputs = outputs
 
@@ -143,15 +143,15 @@ class QuickForward(HeadForward):
         return torch.stack([output(rows) for output, rows in zip(self._outputs, states, strict=False)])
 
 
-class QuickOutputs:
+class QuantizedOutputs:
     """Output matrices in 8 bits, on a CPU that has the kernel. The heads' own are made once, a target's once per
     target."""
 
     def __init__(self, heads: MedusaHeads):
         self._heads = heads
-        self._own: list[RoundedLinear] = []
+        self._own: list[QuantizedLinear] = []
         self._weights: WeightsInPlace | None = None
-        self._targets: WeakKeyDictionary[GenerativeModel, RoundedLinear] = WeakKeyDictionary()
+        self._targets: WeakKeyDictionary[GenerativeModel, QuantizedLinear] = WeakKeyDictionary()
 
     def __getstate__(self):
         """The heads alone: a copy makes its own matrices in 8 bits."""
@@ -160,10 +160,10 @@ class QuickOutputs:
     def __setstate__(self, state):
         self.__init__(state["_heads"])
 
-    def of(self, target: GenerativeModel) -> Sequence[RoundedLinear]:
+    def of(self, target: GenerativeModel) -> Sequence[QuantizedLinear]:
         """One output layer per head, or one for all heads; none if the kernel cannot multiply with them."""
         from hf_speculate_gguf.native import (  # and the package for packed targets
-            RoundedLinear,
+            QuantizedLinear,
             WeightsInPlace,
             has_kernel,
         )
@@ -172,16 +172,16 @@ class QuickOutputs:
         if (
             self._heads.device.type != "cpu"
             or not has_kernel()
-            or (weight is None and not RoundedLinear.suits(lm_head))
+            or (weight is None and not QuantizedLinear.suits(lm_head))
         ):
             return []
         if weight is None:
             if target not in self._targets or self._targets[target].layer is not lm_head:
-                self._targets[target] = RoundedLinear(lm_head)
+                self._targets[target] = QuantizedLinear(lm_head)
             return [self._targets[target]]
         if self._weights is None or not self._weights.are_current():
             layers = [_linear(matrix) for matrix in weight]
-            self._own = [RoundedLinear(layer) for layer in layers if RoundedLinear.suits(layer)]
+            self._own = [QuantizedLinear(layer) for layer in layers if QuantizedLinear.suits(layer)]
             self._weights = WeightsInPlace([self._heads])
         return self._own
 

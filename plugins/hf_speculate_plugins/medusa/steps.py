@@ -20,7 +20,7 @@ from hf_speculate.tree import DraftTree
 
 from ..heads import form_of, log_noise_of, request_inputs
 from ..trees import best_log_probs, slot_scores
-from .head import HeadForward, MedusaHeads, QuickForward, QuickOutputs
+from .head import HeadForward, MedusaHeads, QuantizedHeadForward, QuantizedOutputs
 from .tree import StaticTree, TreeTensors, tree_tensors
 
 
@@ -178,7 +178,7 @@ class CapturedSteps:
 Steps = PlainSteps | CapturedSteps
 
 
-def steps_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> Steps:
+def steps_of(heads: MedusaHeads, quantized: QuantizedOutputs, request: DraftRequest) -> Steps:
     """The steps of one request: captured where there is a graph runner, and that is possible and faster."""
     # Looked up here and not kept in the drafter, which would keep the target alive.
     lm_head = request.target.get_output_embeddings() if heads.output_weight is None else None
@@ -187,8 +187,8 @@ def steps_of(heads: MedusaHeads, quick: QuickOutputs, request: DraftRequest) -> 
         if not (problem := _problem_with(heads, lm_head, runner)):
             return CapturedSteps(plain, heads, lm_head, runner)
         runner.refuse(problem)
-    if quick_outputs := quick.of(request.target):
-        return PlainSteps(heads, QuickForward(heads, quick_outputs))
+    if outputs := quantized.of(request.target):
+        return PlainSteps(heads, QuantizedHeadForward(heads, outputs))
     return plain
 
 

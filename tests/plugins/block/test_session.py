@@ -242,8 +242,8 @@ def test_generate_runs_in_half_precision(prompt, kind, dtype):
 def test_requests_multiply_in_8_bits_and_the_text_is_plains(prompt):
     model = target()
     loaded = copy.deepcopy(loaded_block("dspark", model))
-    loaded.head._quick = None  # whoever asked the cached one before
+    loaded.head._quantized = None  # whoever asked the cached one before
     drafter = BlockDrafter(loaded, model, BlockOptions(max_nodes=12))
     request = {"input_ids": prompt(9), **PLAIN, "do_sample": False}
     assert torch.equal(model.generate(**request, speculator=Speculator(drafter)), model.generate(**request))
-    assert drafter.head.is_quick
+    assert drafter.head.is_quantized

@@ -1,4 +1,4 @@
-// Products by Intel's tile instructions (AMX), for inputs in bfloat16 or rounded to bytes.
+// Products by Intel's tile instructions (AMX), for activations in bfloat16 or quantised to bytes.
 #pragma once
 
 #include "integers.h"
@@ -95,7 +95,7 @@ template <class F> INLINE void decode(const typename F::Codes& codes, int8_t* to
 
 // Some cells of the tiles that are multiplied together, for blocks of sixteen rows of bytes.
 template <class F> class ByteCells {
-  static constexpr int TOGETHER = TILES<Rounded>;
+  static constexpr int TOGETHER = TILES<QuantizedRows>;
   static_assert(TOGETHER == 2, "`multiply` takes two");
 
  public:
@@ -120,9 +120,9 @@ template <class F> class ByteCells {
   }
 
   // Adds the products with the rows from m on.
-  INLINE void multiply(const Rounded& x, int64_t m, float* products) {
+  INLINE void multiply(const QuantizedRows& x, int64_t m, float* products) {
     for (int g = 0; g < groups; g++) {
-      _tile_loadd(2, row(x, m, g).values + g % F::GROUPS * F::GROUP, sizeof(RoundedCell));
+      _tile_loadd(2, row(x, m, g).values + g % F::GROUPS * F::GROUP, sizeof(QuantizedCell));
       _tile_zero(0);
       _tile_loadd(4, weights[0] + g * F::GROUP * LANES, 64);
       _tile_dpbssd(0, 2, 4);
@@ -136,14 +136,14 @@ template <class F> class ByteCells {
   }
 
  private:
-  const RoundedCell& row(const Rounded& x, int64_t m, int g) const { return x.at(first + g / F::GROUPS, m); }
+  const QuantizedCell& row(const QuantizedRows& x, int64_t m, int g) const { return x.at(first + g / F::GROUPS, m); }
 
-  INLINE void scale(const Rounded& x, int64_t m, int t, float* to) const {
+  INLINE void scale(const QuantizedRows& x, int64_t m, int t, float* to) const {
     Floats totals[LANES] = {};
 #pragma GCC unroll 16
     for (int r = 0; first && r < LANES; r++) totals[r] = load<Floats>(to + r * LANES);
     for (int g = 0; g < groups; g++) {
-      const RoundedCell* in = &row(x, m, g);
+      const QuantizedCell* in = &row(x, m, g);
 #pragma GCC unroll 16
       for (int r = 0; r < LANES; r++)
         totals[r] = add<F>(totals[r], __builtin_convertvector(load<Ints>(sums[t][g] + r * LANES), Floats), scales[t][g],
@@ -165,7 +165,7 @@ template <class F> class ByteCells {
 };
 
 // Multiplies tiles with all whole blocks of sixteen rows of bytes; returns the number of these rows.
-template <class F> int64_t multiply_amx(const Stretch& tiles, const Rounded& x, float* products) {
+template <class F> int64_t multiply_amx(const Stretch& tiles, const QuantizedRows& x, float* products) {
   ByteCells<F> part(tiles);
   const int64_t rows = x.rows / LANES * LANES;
   for (int64_t cell = 0; cell < tiles.cells; cell += part.MOST) {

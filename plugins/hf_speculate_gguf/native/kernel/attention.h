@@ -1,6 +1,6 @@
 // Attention of a few queries, in a tree or a chain, over the entries of a cache.
 //
-// Each query's sums run over the keys that it sees, in text order, as if there were no others. They do not depend on
+// Each query's sums run over the keys visible to it, in text order, as if there were no others. They do not depend on
 // where its ancestors lie in the cache, on other entries, or on the number of queries. So a node of a draft tree gets
 // the same bits as in a chain.
 #pragma once
@@ -22,9 +22,9 @@ template <class T> struct Attention {
   const T *keys, *values;  // the cache, [batch row, KV head, entry, column]
   int64_t batch_stride, head_stride, batch_size, num_queries, num_keys, heads, kv_heads, head_dim;
   float scale;
-  // Offset of each query's runs [first entry, end); null: a query sees the last `window` entries up to its own, or all
-  // of them if `window` is 0.
-  const int32_t *offsets, *runs;
+  // Offset of each query's visible ranges [first entry, end); null: the last `window` entries up to its own are visible,
+  // or all of them if `window` is 0.
+  const int32_t *offsets, *ranges;
   int64_t window, threads;
   Inputs<T> out;
 
@@ -46,23 +46,23 @@ template <class T> struct Attention {
   }
 };
 
-struct Run {
+struct Range {
   int64_t first, end;
 };
 
-// The entries that one query sees.
-template <class T> struct Sight {
+// The entries visible to one query.
+template <class T> struct VisibleRanges {
   const Attention<T>* a;
   int64_t query, row;  // index in its batch row; index among all rows
 
   int64_t count() const { return a->offsets ? a->offsets[row + 1] - a->offsets[row] : 1; }
-  Run run(int64_t i) const {
+  Range at(int64_t i) const {
     if (!a->offsets) {
       const int64_t end = a->num_keys - a->num_queries + query + 1;
       return {a->window && end > a->window ? end - a->window : 0, end};
     }
-    const int32_t* at = a->runs + 2 * (a->offsets[row] + i);
-    return {at[0], at[1]};
+    const int32_t* range = a->ranges + 2 * (a->offsets[row] + i);
+    return {range[0], range[1]};
   }
 };
 
@@ -190,26 +190,26 @@ template <class T> void score_all(const T* keys, int64_t key, int64_t end, const
 #endif
 }
 
-// Turns the scores of the entries that a query sees into weights and moves them to the front. Returns their sum.
-template <class T> float weigh(const Sight<T>& sight, float* scores, int64_t* num_seen) {
-  int64_t seen = 0;
-  for (int64_t i = 0; i < sight.count(); i++) {
-    const Run run = sight.run(i);
-    if (run.first != seen) memmove(scores + seen, scores + run.first, (run.end - run.first) * sizeof(float));
-    seen += run.end - run.first;
+// Turns the scores of the entries visible to a query into weights and moves them to the front. Returns their sum.
+template <class T> float weigh(const VisibleRanges<T>& visible, float* scores, int64_t* num_visible) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < visible.count(); i++) {
+    const Range range = visible.at(i);
+    if (range.first != count) memmove(scores + count, scores + range.first, (range.end - range.first) * sizeof(float));
+    count += range.end - range.first;
   }
-  *num_seen = seen;
-  if (!seen) return 1;
-  for (int64_t i = seen; i % LANES; i++) scores[i] = -__builtin_inff();
+  *num_visible = count;
+  if (!count) return 1;
+  for (int64_t i = count; i % LANES; i++) scores[i] = -__builtin_inff();
   Floats most = load<Floats>(scores), sum = {};
-  for (int64_t i = LANES; i < seen; i += LANES) {
+  for (int64_t i = LANES; i < count; i += LANES) {
     const Floats v = load<Floats>(scores + i);
     most = v > most ? v : most;
   }
   float highest = most[0];
   for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-  for (int64_t i = 0; i < seen; i += LANES) {
-    const Floats weight = exponential((load<Floats>(scores + i) - highest) * sight.a->scale);
+  for (int64_t i = 0; i < count; i += LANES) {
+    const Floats weight = exponential((load<Floats>(scores + i) - highest) * visible.a->scale);
     store(scores + i, weight);
     sum += weight;
   }
@@ -243,8 +243,8 @@ INLINE void add_values(const T* values, int64_t head_dim, int64_t count, const f
 
 // One query with one of the heads that share keys.
 template <class T> struct Row {
-  Sight<T> sight;
-  int64_t head, seen;
+  VisibleRanges<T> visible;
+  int64_t head, num_visible;
   float sum;
 };
 
@@ -255,28 +255,28 @@ void mix(const Attention<T>& a, const T* values, const Row<T>* rows, const float
   constexpr int COUNT = VECTORS * WIDE;
   const int64_t stride = a.stride();
   WideFloats sums[ROWS][VECTORS] = {};
-  int64_t first = 0, common = rows[0].seen ? INT64_MAX : 0;
+  int64_t first = 0, common = rows[0].num_visible ? INT64_MAX : 0;
   for (int r = 0; r < ROWS && common; r++) {
-    const Run run = rows[r].seen ? rows[r].sight.run(0) : Run{0, 0};
-    if (!r) first = run.first;
-    if (run.first != first) common = 0;
-    else if (run.end - first < common) common = run.end - first;
+    const Range range = rows[r].num_visible ? rows[r].visible.at(0) : Range{0, 0};
+    if (!r) first = range.first;
+    if (range.first != first) common = 0;
+    else if (range.end - first < common) common = range.end - first;
   }
   add_values<ROWS, VECTORS>(values + first * a.head_dim + column, a.head_dim, common, weights, stride, sums);
   for (int r = 0; r < ROWS; r++) {
     int64_t at = 0;
-    for (int64_t i = 0; i < rows[r].sight.count(); i++) {
-      const Run run = rows[r].sight.run(i);
-      const int64_t done = i ? 0 : common, count = run.end - run.first - done;
-      add_values<1, VECTORS>(values + (run.first + done) * a.head_dim + column, a.head_dim, count,
+    for (int64_t i = 0; i < rows[r].visible.count(); i++) {
+      const Range range = rows[r].visible.at(i);
+      const int64_t done = i ? 0 : common, count = range.end - range.first - done;
+      add_values<1, VECTORS>(values + (range.first + done) * a.head_dim + column, a.head_dim, count,
                              weights + r * stride + at + done, stride, sums + r);
-      at += run.end - run.first;
+      at += range.end - range.first;
     }
     alignas(64) float mixed[COUNT];
     for (int v = 0; v < VECTORS; v++) store(mixed + v * WIDE, sums[r][v] / rows[r].sum);
     for (int i = 0; i < COUNT; i += LANES) {
       const int64_t n = rows[r].head * a.head_dim + column + i;
-      narrow(a.out.at(n / COLUMNS, rows[r].sight.row) + n % COLUMNS, load<Floats>(mixed + i));
+      narrow(a.out.at(n / COLUMNS, rows[r].visible.row) + n % COLUMNS, load<Floats>(mixed + i));
     }
   }
 }
@@ -310,13 +310,14 @@ template <class T> void attend(const Attention<T>& a, int64_t item, float* scrat
     const int64_t query = first + r % queries, row = b * a.num_queries + query, head = kv_head * groups + r / queries;
     rows[r] = {{&a, query, row}, head, 0, 1};
     put_query(a.queries + (row * a.heads + head) * a.head_dim, a.head_dim, block.queries + r * a.head_dim);
-    for (int64_t i = 0; i < rows[r].sight.count(); i++) {
-      const Run run = rows[r].sight.run(i);
-      begin = run.first < begin ? run.first : begin, end = run.end > end ? run.end : end;
+    for (int64_t i = 0; i < rows[r].visible.count(); i++) {
+      const Range range = rows[r].visible.at(i);
+      begin = range.first < begin ? range.first : begin, end = range.end > end ? range.end : end;
     }
   }
   score_all(a.keys + at, begin, end, block, scratch);
-  for (int64_t r = 0; r < block.rows; r++) rows[r].sum = weigh(rows[r].sight, block.scores + r * block.stride, &rows[r].seen);
+  for (int64_t r = 0; r < block.rows; r++)
+    rows[r].sum = weigh(rows[r].visible, block.scores + r * block.stride, &rows[r].num_visible);
   mix_columns<MIXED_VECTORS>(a, a.values + at, rows, block, 0);
 }
 

@@ -44,13 +44,13 @@ template <class T> class DeltaRun {
     if (!scratch.reserve(sizeof(float) * (tokens * (channels + 2 * d.value_heads)) + 128)) return false;
     mixed = scratch.take<float>(tokens * channels);
     factors = scratch.take<float>(tokens * 2 * d.value_heads);
-    Team::run(d.threads, [&](Team& team, int) {
+    ThreadPool::run(d.threads, [&](ThreadPool& pool, int) {
       for (int64_t first = 0; first < d.num_tokens; first += most) {
         const int64_t count = d.num_tokens - first < most ? d.num_tokens - first : most;
         const int64_t groups = channels / LANES, parts = d.value_size / LANES;
-        team.each(d.batch_size * groups, [&](int64_t i) { convolve(i / groups, i % groups * LANES, first, count); });
-        team.each(d.batch_size * count, [&](int64_t i) { prepare(i / count, first, i % count); });
-        team.each(d.batch_size * d.value_heads * parts, [&](int64_t i) {
+        pool.each(d.batch_size * groups, [&](int64_t i) { convolve(i / groups, i % groups * LANES, first, count); });
+        pool.each(d.batch_size * count, [&](int64_t i) { prepare(i / count, first, i % count); });
+        pool.each(d.batch_size * d.value_heads * parts, [&](int64_t i) {
           const int64_t head = i / parts % d.value_heads, b = i / parts / d.value_heads;
           update(b, head, i % parts * LANES, first, count);
         });

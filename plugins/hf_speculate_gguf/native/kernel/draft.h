@@ -16,8 +16,8 @@ struct Draft {
   Matrix embeddings;  // blocks as in the file, or dense
   const void *cos, *sin;     // [position, head_dim]
   const int64_t* positions;  // position of the next entry of each batch row
-  // Committed entries that the head has not read yet, [batch row, entry], with their states. Each sees all entries
-  // before it.
+  // Committed entries that the head has not read yet, [batch row, entry], with their states. All entries before it are
+  // visible to each.
   int64_t num_pending;
   const int64_t* pending_tokens;
   // or `features`: the target's states [batch row, entry], which a matrix in 8 bits projects together
@@ -29,9 +29,9 @@ struct Draft {
   // joins them.
   Matrix joining;
   void* root;  // states of the last committed entry [batch row, hidden]; computed if entries are pending
-  const int32_t *offsets, *runs;  // runs of entries that each batch row sees, pending ones included
+  const int32_t *offsets, *ranges;  // visible ranges of each batch row, pending entries included
   int64_t num_positions;          // that have angles
-  bool (*goes_on)(int64_t level);  // asks whether to draft another level; sets its noise
+  bool (*should_continue)(int64_t level);  // asks whether to draft another level; sets its noise
 };
 
 template <class T> class DraftRun {
@@ -57,37 +57,38 @@ template <class T> class DraftRun {
     int done = rank_level(d.root, 1);
     for (int64_t level = 1; done > 0; level++) {
       grow(growth, shares, columns);
-      if (level == growth.depth || !d.goes_on(level)) break;
+      if (level == growth.depth || !d.should_continue(level)) break;
       if (!look_up(d.embeddings, growth.tokens, batch_size * width, row, second)) return 0;
       for (int64_t i = 0; i < batch_size * width; i++) {
         const int64_t parent = i / width * fed_width + growth.previous[i];
         memcpy(states + i * hidden, fed_back + parent * hidden, hidden * sizeof(T));
       }
-      see(growth, d.offsets, d.runs, num_before, offsets, runs);
+      put_visible_ranges(growth, d.offsets, d.ranges, num_before, offsets, ranges);
       const int64_t num_keys = num_before + growth.num_run();
-      if (!forward(width, states, d.num_pending + level - 1, 0, num_keys, offsets, runs)) return -1;
+      if (!forward(width, states, d.num_pending + level - 1, 0, num_keys, offsets, ranges)) return -1;
       done = rank_level(last(), width);
     }
     return done;
   }
 
  private:
-  // Memory of this call only: `goes_on` may start another draft on the same thread.
+  // Memory of this call only: `should_continue` may start another draft on the same thread.
   bool take() {
     const int64_t nodes = batch_size * width, rows = larger(nodes, batch_size * d.num_pending);
     const int64_t num_states = rows * hidden, num_angles = rows * head_dim;
-    const int64_t num_runs = d.offsets[batch_size] * width + nodes * growth.depth, num_shares = nodes * width;
+    const int64_t num_ranges = d.offsets[batch_size] * width + nodes * growth.depth, num_shares = nodes * width;
     const int64_t num_joined = rows * larger(d.fusing.in_features, d.joining.in_features);
     const int64_t values[] = {num_states, num_states, num_states, num_angles, num_angles, num_states * d.layers.num_layers,
                               num_joined, num_joined ? num_states : 0};
     int64_t bytes = Scratch::rounded(hidden * sizeof(float)) + Scratch::rounded((nodes + 1) * sizeof(int32_t)) +
-                    Scratch::rounded(2 * num_runs * sizeof(int32_t)) + Scratch::rounded(num_shares * sizeof(float)) +
+                    Scratch::rounded(2 * num_ranges * sizeof(int32_t)) + Scratch::rounded(num_shares * sizeof(float)) +
                     Scratch::rounded(num_shares * sizeof(int64_t));
     for (int64_t each : values) bytes += Scratch::rounded(each * sizeof(T));
     if (!memory.reserve(bytes)) return false;
     T** places[] = {&states, &second, &normed, &cos, &sin, &y, &joined, &projected};
     for (int i = 0; i < 8; i++) *places[i] = memory.take<T>(values[i]);
-    row = memory.take<float>(hidden), offsets = memory.take<int32_t>(nodes + 1), runs = memory.take<int32_t>(2 * num_runs);
+    row = memory.take<float>(hidden);
+    offsets = memory.take<int32_t>(nodes + 1), ranges = memory.take<int32_t>(2 * num_ranges);
     shares = memory.take<float>(num_shares), columns = memory.take<int64_t>(num_shares);
     return true;
   }
@@ -104,7 +105,7 @@ template <class T> class DraftRun {
   // Runs `num_rows` entries of each batch row. The first is `first` positions after the next entry; `step` is the
   // distance between positions.
   bool forward(int64_t num_rows, const void* x, int64_t first, int64_t step, int64_t num_keys, const int32_t* offsets,
-               const int32_t* runs) {
+               const int32_t* ranges) {
     for (int64_t i = 0; i < batch_size * num_rows; i++) {
       const int64_t position = d.positions[i / num_rows] + first + i % num_rows * step;
       memcpy(cos + i * head_dim, (const T*)d.cos + position * head_dim, head_dim * sizeof(T));
@@ -118,7 +119,7 @@ template <class T> class DraftRun {
     call.x = x, call.second = second, call.y = y;
     call.batch_size = batch_size, call.num_queries = num_rows, call.num_keys = num_keys;
     call.cos[0] = cos, call.sin[0] = sin, call.rotary_stride = num_rows * head_dim;
-    call.offsets[0] = offsets, call.runs[0] = runs;
+    call.offsets[0] = offsets, call.ranges[0] = ranges;
     num_outputs = batch_size * num_rows * hidden;
     return run_layers<T>(call);
   }
@@ -140,7 +141,7 @@ template <class T> class DraftRun {
   Scratch memory;
   T *states, *second, *normed, *cos, *sin, *y, *joined, *projected;
   float *row, *shares;
-  int32_t *offsets, *runs;
+  int32_t *offsets, *ranges;
   int64_t* columns;
   const T* fed_back;
   int64_t fed_width, num_outputs;

@@ -1,4 +1,4 @@
-// Dynamic draft trees that grow level by level: the nodes to run next, the entries that they see, and the best nodes.
+// Dynamic draft trees that grow level by level: the nodes to run next, the entries visible to them, and the best nodes.
 //
 // Source: EAGLE-2 (arXiv:2406.16858). The plain reference is `grow_tree` of the plug-ins.
 #pragma once
@@ -61,23 +61,24 @@ inline void grow(Growth& g, const float* shares, const int64_t* columns) {
   g.num_levels++;
 }
 
-// Writes the entries that the frontier sees as runs: those of the `num_before` entries that its row sees, its
-// ancestors, and itself. Returns the number of runs. Each node needs room for its row's runs and one for each level.
-inline int64_t see(const Growth& g, const int32_t* offsets_before, const int32_t* runs_before, int64_t num_before,
-                   int32_t* offsets, int32_t* runs) {
+// Writes the visible ranges of the frontier's nodes: those of the `num_before` entries that are visible to a node's row,
+// its ancestors, and itself. Returns the number of ranges. Each node needs room for its row's ranges and one for each
+// level.
+inline int64_t put_visible_ranges(const Growth& g, const int32_t* offsets_before, const int32_t* ranges_before,
+                                  int64_t num_before, int32_t* offsets, int32_t* ranges) {
   int64_t count = 0;
   for (int64_t b = 0; b < g.batch_size; b++)
     for (int64_t i = 0; i < g.width; i++) {
       const int64_t begin = count;
       offsets[b * g.width + i] = count;
       for (int64_t r = offsets_before[b]; r < offsets_before[b + 1]; r++, count++)
-        runs[2 * count] = runs_before[2 * r], runs[2 * count + 1] = runs_before[2 * r + 1];
+        ranges[2 * count] = ranges_before[2 * r], ranges[2 * count + 1] = ranges_before[2 * r + 1];
       int64_t path[MOST_WIDTH], length = 0;
       for (int64_t node = g.num_run() - g.width + i; node >= 0; node = g.run_parents[b * g.depth * g.width + node])
         path[length++] = num_before + node;
       while (length--) {
-        if (count > begin && runs[2 * count - 1] == path[length]) runs[2 * count - 1]++;
-        else runs[2 * count] = path[length], runs[2 * count + 1] = path[length] + 1, count++;
+        if (count > begin && ranges[2 * count - 1] == path[length]) ranges[2 * count - 1]++;
+        else ranges[2 * count] = path[length], ranges[2 * count + 1] = path[length] + 1, count++;
       }
     }
   offsets[g.batch_size * g.width] = count;

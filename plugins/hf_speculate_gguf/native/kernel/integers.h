@@ -1,5 +1,5 @@
-// Products of packed tiles and rows rounded to 8-bit integers. Sums of integers are exact, so all instructions give the
-// same bits.
+// Products of packed tiles and activations quantised to 8-bit integers. Sums of integers are exact, so all instructions
+// give the same bits.
 #pragma once
 
 #include "formats.h"
@@ -7,21 +7,21 @@
 namespace {
 
 // A cell of a row in 8-bit integers [quad, 4], in a cache line of its own: threads write neighbouring rows at the same
-// time. Sums are over the first 16 columns, the other 16, and all: `sums` of the rounded values, `counts` of the
+// time. Sums are over the first 16 columns, the other 16, and all: `sums` of the quantised values, `counts` of the
 // integers, negative.
-struct alignas(64) RoundedCell {
+struct alignas(64) QuantizedCell {
   int8_t values[COLUMNS];
   float scale, sums[3];
   int32_t counts[3];
 };
 
 // Cells [cell, row].
-struct Rounded {
+struct QuantizedRows {
   typedef int8_t Value;
-  RoundedCell* cells;
+  QuantizedCell* cells;
   int64_t rows;
 
-  INLINE RoundedCell& at(int64_t cell, int64_t row) const { return cells[cell * rows + row]; }
+  INLINE QuantizedCell& at(int64_t cell, int64_t row) const { return cells[cell * rows + row]; }
 };
 
 // The place of a group among a cell's sums, for a type that has so many groups in a cell.
@@ -85,8 +85,8 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
 #endif
 }
 
-// Rounds 32 columns to 127ths of the largest.
-template <class T> void round_cell(const T* from, RoundedCell& to) {
+// Quantises 32 columns to 127ths of the largest.
+template <class T> void quantize_cell(const T* from, QuantizedCell& to) {
   const Floats halves[2] = {widen(from), widen(from + LANES)};
   const uint32_t highest = highest_bits(halves);
   const float largest = reinterpret<float>(highest), scale = largest / 127;
@@ -164,7 +164,7 @@ template <class F> struct Bytewise {
   }
 
   // What a row's sums over a group begin with: -BIAS * sum of the row's integers.
-  static INLINE WideInts start(const RoundedCell& x, int g) {
+  static INLINE WideInts start(const QuantizedCell& x, int g) {
     return HAS_BIAS ? (WideInts{} + x.counts[sum_of_group(F::GROUPS, g)]) * F::BIAS : WideInts{};
   }
 };
@@ -178,14 +178,14 @@ INLINE V add(const V& products, const V& integers, const V& scales, const V& off
 
 // Tiles that are multiplied together, and vectors of them whose sums are in registers together: a row's bytes are
 // broadcast once for all of these.
-template <> constexpr int TILES<Rounded> = HAS_AVX512 ? 2 : 1;
+template <> constexpr int TILES<QuantizedRows> = HAS_AVX512 ? 2 : 1;
 constexpr int VECTORS = HAS_AVX512 || HAS_AVX2 ? 2 : 1;
 
 // Multiplies TILES tiles with ROWS rows from row m on.
 template <int ROWS, class F>
-void multiply_few(const Stretch& tiles, const Rounded& x, int64_t m, float* products) {
+void multiply_few(const Stretch& tiles, const QuantizedRows& x, int64_t m, float* products) {
   constexpr int STEPS = F::GROUP / 4, BATCH = Bytewise<F>::MOST < STEPS ? Bytewise<F>::MOST : STEPS;
-  constexpr int COUNT = TILES<Rounded>, V = VECTORS;
+  constexpr int COUNT = TILES<QuantizedRows>, V = VECTORS;
   typename F::Factors factors[COUNT];
   typename F::Codes codes[COUNT];
   WideFloats totals[ROWS][COUNT * PARTS] = {};
@@ -197,7 +197,7 @@ void multiply_few(const Stretch& tiles, const Rounded& x, int64_t m, float* prod
       codes[t].go_to(tiles.at(t), tiles.cells, cell);
       factors[t].read(tiles.at(t), tiles.cells, cell);
     }
-    const RoundedCell* in = &x.at(cell, m);
+    const QuantizedCell* in = &x.at(cell, m);
 #pragma GCC unroll 2
     for (int g = 0; g < F::GROUPS; g++) {
 #pragma GCC unroll 4

@@ -5,8 +5,8 @@
 //
 // A tile is 16 rows of a matrix, one in each lane; a cell is 32 of its columns. A cell is decoded and multiplied with
 // several rows of the input at a time. Weights are multiplied as bfloat16, which holds the integers exactly (AMX or
-// vdpbf16ps), as float32, or as bytes with rows that are rounded to bytes. Sums of groups are float32. Neither the number
-// of rows nor that of threads changes the bits of a row.
+// vdpbf16ps), as float32, or as bytes with activations that are quantised to bytes. Sums of groups are float32. Neither
+// the number of rows nor that of threads changes the bits of a row.
 #if __has_include(<sys/mman.h>)
 #include <sys/mman.h>
 #endif
@@ -24,6 +24,19 @@ int shows(float value) { return value == 0 ? 1 : value <= -3.3e38f ? 0 : -1; }
 
 extern "C" {
 
+// The number of bytes of a structure that Python mirrors (`mirrors` of binding.py); -1 if unknown.
+int64_t hfs_sizeof(const char* name) {
+  const struct {
+    const char* name;
+    int64_t bytes;
+  } structures[] = {{"Matrix", sizeof(Matrix)}, {"Layer", sizeof(Layer)}, {"Call", sizeof(Call)},
+                    {"AttentionCall", sizeof(AttentionCall)}, {"Delta", sizeof(Delta)}, {"Step", sizeof(Step)},
+                    {"Ranking", sizeof(Ranking)}, {"Growth", sizeof(Growth)}, {"Draft", sizeof(Draft)}};
+  for (const auto& structure : structures)
+    if (!strcmp(structure.name, name)) return structure.bytes;
+  return -1;
+}
+
 // The number of a block type; -1 if unknown.
 int hfs_kind(const char* name) {
   for (size_t i = 0; i < KINDS.size(); i++)
@@ -33,7 +46,7 @@ int hfs_kind(const char* name) {
 
 bool hfs_has_threads() { return has_threads(); }
 
-int hfs_team_size(int most) { return crew.size(most); }
+int hfs_thread_pool_size(int most) { return thread_pool_size.of(most); }
 
 // Sets the number of torch's threads in this thread, which is lowered from `given`.
 void hfs_set_threads(int count, int given) {
@@ -73,26 +86,26 @@ bool hfs_pack(int number, const uint8_t* blocks, int64_t rows, int64_t in_featur
 }
 
 // Computes y [count, out_features] = x [count, in_features] times the matrix; both are bfloat16 or float32. With
-// `rounds` x is rounded to 8-bit integers times scales of 32 columns. Returns false if out of memory.
+// `quantize` x is quantised to 8-bit integers times scales of 32 columns. Returns false if out of memory.
 bool hfs_multiply(int number, const uint8_t* tiles, int64_t in_features, int64_t out_features, const void* x,
-                  int64_t count, void* y, bool is_bf16, bool rounds, int threads) {
+                  int64_t count, void* y, bool is_bf16, bool quantize, int threads) {
   const Matrix w{number, in_features, out_features, tiles, nullptr};
-  if (is_bf16) return multiply(w, (const uint16_t*)x, count, (uint16_t*)y, rounds, threads);
-  return multiply(w, (const float*)x, count, (float*)y, rounds, threads);
+  if (is_bf16) return multiply(w, (const uint16_t*)x, count, (uint16_t*)y, quantize, threads);
+  return multiply(w, (const float*)x, count, (float*)y, quantize, threads);
 }
 
-// Writes the runs of entries that each query sees by a mask. A mask with fewer columns shows the first entries, or with
+// Writes the visible ranges of each query by a mask. A mask with fewer columns shows the first entries, or with
 // `hides_first` hides them.
 // Kinds: 0 bool, 1 float32, 2 bfloat16; in floats 0 shows an entry, and the lowest value or less hides it.
-// Strides are in values. Returns the number of runs; -1 for other values, -2 for more than `most` runs.
-int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_stride, int64_t batch_size,
-                 int64_t num_queries, int64_t columns, int64_t num_keys, bool hides_first, int32_t* offsets, int32_t* runs,
-                 int64_t most) {
+// Strides are in values. Returns the number of ranges; -1 for other values, -2 for more than `most` ranges.
+int64_t hfs_ranges_of_mask(const void* mask, int kind, int64_t batch_stride, int64_t row_stride, int64_t batch_size,
+                           int64_t num_queries, int64_t columns, int64_t num_keys, bool hides_first, int32_t* offsets,
+                           int32_t* ranges, int64_t most) {
   int64_t count = 0;
   for (int64_t row = 0; row < batch_size * num_queries; row++) {
     const int64_t at = row / num_queries * batch_stride + row % num_queries * row_stride;
     const int64_t shift = num_keys - columns;
-    bool sees = shift > 0 && !hides_first;
+    bool is_visible = shift > 0 && !hides_first;
     offsets[row] = count;
     int32_t first = 0;
     for (int64_t i = 0; i <= columns; i++) {
@@ -102,13 +115,13 @@ int64_t hfs_runs(const void* mask, int kind, int64_t batch_stride, int64_t row_s
       else if (kind == 1) shown = shows(((const float*)mask)[at + i]);
       else shown = shows(to_float(((const uint16_t*)mask)[at + i]));
       if (shown < 0) return -1;
-      if (shown && !sees) first = i + shift;
-      if (!shown && sees) {
+      if (shown && !is_visible) first = i + shift;
+      if (!shown && is_visible) {
         if (count == most) return -2;
-        runs[2 * count] = first, runs[2 * count + 1] = i + shift;
+        ranges[2 * count] = first, ranges[2 * count + 1] = i + shift;
         count++;
       }
-      sees = shown;
+      is_visible = shown;
     }
   }
   offsets[batch_size * num_queries] = count;

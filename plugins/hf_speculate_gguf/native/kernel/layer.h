@@ -20,7 +20,7 @@ struct Layer {
   const void *second_norm, *attention_post_norm, *mlp_post_norm;
   double norm_shift;  // added to the weights of norms
   int64_t gelu;       // the activation is GELU's approximation by tanh, else SiLU
-  int64_t type;       // 0 or 1: which angles and sights of the call hold for the layer
+  int64_t type;       // 0 or 1: which angles and visible ranges of the call hold for the layer
   // Options of EAGLE-3's layers. joins: a second input comes before the states, normed or not. norms_residual: the
   // residual is normed.
   int64_t joins, norms_residual;
@@ -40,9 +40,9 @@ struct Call {
   // addresses may lie before memory whose first entries were dropped.
   void *const *keys, *const *values;
   const int64_t *batch_strides, *head_strides;
-  const int32_t *offsets[2], *runs[2];  // for each type of layer
+  const int32_t *offsets[2], *ranges[2];  // for each type of layer
   int64_t windows[2];  // see `Attention`
-  int64_t is_bf16, rounds;  // rounds: whether inputs of packed products are rounded to bytes
+  int64_t is_bf16, quantize;  // quantize: whether activations, the inputs of packed products, are quantised to bytes
   int64_t threads;
 };
 
@@ -69,37 +69,37 @@ template <class T> class LayerRun {
   Attention<T> attention() const {
     return {queries, keys, values, batch_stride, head_stride, call.batch_size, call.num_queries, call.num_keys,
             layer.heads, layer.kv_heads, layer.head_dim, (float)layer.scale, call.offsets[layer.type],
-            call.runs[layer.type], call.windows[layer.type], call.threads, in.places()};
+            call.ranges[layer.type], call.windows[layer.type], call.threads, in.places()};
   }
 
-  void work(Team& team, float* own) {
-    team.each(rows, [&](int64_t m) { begin(m); });
-    team.each(layer.heads + 2 * layer.kv_heads, [&](int64_t slot) {
+  void work(ThreadPool& pool, float* own) {
+    pool.each(rows, [&](int64_t m) { begin(m); });
+    pool.each(layer.heads + 2 * layer.kv_heads, [&](int64_t slot) {
       multiply(layer.qkv, 3, columns_of(slot), layer.head_dim, sink<&LayerRun::put_qkv>());
       for (int64_t m = 0; m < count; m++) place(m, slot);
     });
     const Attention<T> a = attention();
-    team.each(a.items(), [&](int64_t i) { attend(a, i, own); });
-    team.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
-    team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
+    pool.each(a.items(), [&](int64_t i) { attend(a, i, own); });
+    pool.each(rows, [&](int64_t m) { finish(q_size, layer.output, 1, m); });
+    pool.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
       in.multiply(layer.output[0], i, end, sink<&LayerRun::add_attention>());
-    }, TILES<Rounded>);
-    team.each(rows, [&](int64_t m) {
+    }, TILES<QuantizedRows>);
+    pool.each(rows, [&](int64_t m) {
       if (layer.attention_post_norm && m < count)
         add_normed(layer.attention_post_norm, m, x + m * layer.hidden, residual + m * layer.hidden);
       norm(residual + m * layer.hidden, layer.mlp_norm, 0, m);
       finish(layer.hidden, layer.gate_up, 2, m);
     });
-    team.share(layer.inner / COLUMNS, [&](int64_t cell, int64_t end) {
+    pool.share(layer.inner / COLUMNS, [&](int64_t cell, int64_t end) {
       for (int64_t at : {layer.gate_at, layer.up_at})
         multiply(layer.gate_up, 2, at + cell * COLUMNS, (end - cell) * COLUMNS, sink<&LayerRun::put_gate_up>());
       for (int64_t m = 0; m < rows; m++) activate(m, cell, end);
     });
-    team.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
+    pool.share(layer.hidden / LANES, [&](int64_t i, int64_t end) {
       activated.multiply(layer.down[0], i, end, sink<&LayerRun::add_mlp>());
-    }, TILES<Rounded>);
+    }, TILES<QuantizedRows>);
     if (layer.mlp_post_norm)
-      team.each(count, [&](int64_t m) {
+      pool.each(count, [&](int64_t m) {
         add_normed(layer.mlp_post_norm, m, residual + m * layer.hidden, y + m * layer.hidden);
       });
   }
@@ -233,7 +233,7 @@ template <class T> class LayerRun {
 struct AttentionCall {
   const void *queries, *keys, *values;
   void* y;  // [cell, row, column], see `Inputs`
-  const int32_t *offsets, *runs;
+  const int32_t *offsets, *ranges;
   int64_t batch_stride, head_stride, batch_size, num_queries, num_keys, heads, kv_heads, head_dim, is_bf16, threads;
   double scale;
 };
@@ -242,12 +242,12 @@ struct AttentionCall {
 template <class T> bool attend_all(const AttentionCall& c) {
   const Attention<T> a{(const T*)c.queries, (const T*)c.keys, (const T*)c.values, c.batch_stride, c.head_stride,
                        c.batch_size, c.num_queries, c.num_keys, c.heads, c.kv_heads, c.head_dim, (float)c.scale,
-                       c.offsets, c.runs, 0, c.threads, {(T*)c.y, nullptr, c.batch_size * c.num_queries}};
+                       c.offsets, c.ranges, 0, c.threads, {(T*)c.y, nullptr, c.batch_size * c.num_queries}};
   const int64_t per_thread = Scratch::rounded(sizeof(float) * a.scratch_floats());
   if (!scratch.reserve(per_thread * c.threads)) return false;
   uint8_t* const own = scratch.take<uint8_t>(per_thread * c.threads);
-  Team::run(a.items() > 1 ? c.threads : 1, [&](Team& team, int thread) {
-    team.each(a.items(), [&](int64_t i) { attend(a, i, (float*)(own + thread * per_thread)); });
+  ThreadPool::run(a.items() > 1 ? c.threads : 1, [&](ThreadPool& pool, int thread) {
+    pool.each(a.items(), [&](int64_t i) { attend(a, i, (float*)(own + thread * per_thread)); });
   });
   return true;
 }
@@ -257,30 +257,30 @@ template <class T> class Layers {
  public:
   explicit Layers(const Call& call)
       : call(call), layer(*call.layers[0]),
-        rows(filled_rows<T>(call.batch_size * call.num_queries, call.rounds)),
+        rows(filled_rows<T>(call.batch_size * call.num_queries, call.quantize)),
         q_size(layer.heads * layer.head_dim), widest(larger(layer.hidden * (1 + layer.joins), q_size)),
         num_products(rows * larger(larger(q_size + 2 * layer.kv_heads * layer.head_dim, 2 * layer.inner), layer.hidden)),
         per_thread(Scratch::rounded(sizeof(float) * LayerRun<T>(call, 0, {}, rows).attention().scratch_floats())) {}
 
   int64_t bytes() const {
-    return Arranged<T>::bytes(rows, widest, call.rounds) + Arranged<T>::bytes(rows, layer.inner, call.rounds) +
+    return Arranged<T>::bytes(rows, widest, call.quantize) + Arranged<T>::bytes(rows, layer.inner, call.quantize) +
            Scratch::rounded(sizeof(float) * num_products) + Scratch::rounded(sizeof(float) * rows * layer.hidden) +
            Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads;
   }
 
   // Takes memory of the calling thread, which must have room.
   void take() {
-    memory.in = Arranged<T>::take(rows, widest, call.rounds);
-    memory.activated = Arranged<T>::take(rows, layer.inner, call.rounds);
+    memory.in = Arranged<T>::take(rows, widest, call.quantize);
+    memory.activated = Arranged<T>::take(rows, layer.inner, call.quantize);
     memory.products = scratch.take<float>(num_products);
     memory.residual = scratch.take<float>(rows * layer.hidden);
     memory.queries = scratch.take<T>(rows * q_size);
     own = scratch.take<uint8_t>(per_thread * call.threads);
   }
 
-  void work(Team& team, int thread) const {
+  void work(ThreadPool& pool, int thread) const {
     for (int64_t i = 0; i < call.num_layers; i++)
-      LayerRun<T>(call, i, memory, rows).work(team, (float*)(own + thread * per_thread));
+      LayerRun<T>(call, i, memory, rows).work(pool, (float*)(own + thread * per_thread));
   }
 
   // Free before and after a call: rows with at least as many columns as states.
@@ -299,7 +299,7 @@ template <class T> bool run_layers(const Call& call) {
   Layers<T> layers(call);
   if (!scratch.reserve(layers.bytes())) return false;
   layers.take();
-  Team::run(call.threads, [&](Team& team, int thread) { layers.work(team, thread); });
+  ThreadPool::run(call.threads, [&](ThreadPool& pool, int thread) { layers.work(pool, thread); });
   return true;
 }
 

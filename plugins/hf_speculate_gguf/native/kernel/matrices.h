@@ -90,29 +90,29 @@ class Scratch {
 
 inline thread_local Scratch scratch;
 
-// Rows of an input in the form for matrices: unchanged or in float32, with the sums that these need, or rounded to
-// bytes. Dense matrices take unrounded rows even if packed ones take rounded rows.
+// Rows of an input in the form for matrices: unchanged or in float32, with the sums that these need, or quantised
+// to bytes. Dense matrices take rows as they are even if packed ones take quantised rows.
 template <class T> class Arranged {
   static constexpr bool WIDENS = sizeof(Factor<T>) > sizeof(T);
 
  public:
-  static int64_t bytes(int64_t rows, int64_t columns, bool rounds) {
+  static int64_t bytes(int64_t rows, int64_t columns, bool quantize) {
     const int64_t cells = columns / COLUMNS;
     const int64_t own = Scratch::rounded(rows * columns * sizeof(T)) + WIDENS * Scratch::rounded(sizeof(float) * rows * columns);
-    if (rounds) return own + sizeof(RoundedCell) * cells * rows;
+    if (quantize) return own + sizeof(QuantizedCell) * cells * rows;
     return own + Scratch::rounded(3 * sizeof(float) * cells * rows);
   }
 
   // Takes memory of the calling thread.
-  static Arranged take(int64_t rows, int64_t columns, bool rounds) {
+  static Arranged take(int64_t rows, int64_t columns, bool quantize) {
     const int64_t cells = columns / COLUMNS;
     Arranged taken;
-    taken.rounds = rounds;
+    taken.quantize = quantize;
     taken.values = {scratch.take<T>(rows * columns), nullptr, rows};
     if (WIDENS) taken.factors = scratch.take<Factor<T>>(rows * columns);
     else taken.factors = (Factor<T>*)taken.values.values;
-    if (rounds) {
-      taken.rounded = {scratch.take<RoundedCell>(cells * rows), rows};
+    if (quantize) {
+      taken.quantized = {scratch.take<QuantizedCell>(cells * rows), rows};
       return taken;
     }
     taken.sums[0] = scratch.take<float>(3 * cells * rows), taken.sums[1] = taken.sums[0] + 2 * cells * rows;
@@ -121,7 +121,7 @@ template <class T> class Arranged {
 
   T* at(int64_t cell, int64_t row) const { return values.at(cell, row); }
   int64_t rows() const { return values.rows; }
-  void set_rows(int64_t rows) { values.rows = rounded.rows = rows; }
+  void set_rows(int64_t rows) { values.rows = quantized.rows = rows; }
   const Inputs<T>& places() const { return values; }
 
   // Completes some cells of a row that were written. A row that only fills becomes 0.
@@ -134,20 +134,20 @@ template <class T> class Arranged {
     }
     for (; cell < end; cell++) {
       if (only_fills) memset(at(cell, m), 0, COLUMNS * sizeof(T));
-      if (rounds) {
-        if (only_fills) rounded.at(cell, m) = {};
-        else round_cell(at(cell, m), rounded.at(cell, m));
+      if (quantize) {
+        if (only_fills) quantized.at(cell, m) = {};
+        else quantize_cell(at(cell, m), quantized.at(cell, m));
       }
-      if (WIDENS && (are_dense || !rounds))
+      if (WIDENS && (are_dense || !quantize))
         for (int i = 0; i < COLUMNS; i += LANES) narrow(of(0).at(cell, m) + i, widen(at(cell, m) + i));
-      if (needs[0] && !rounds) sum_groups<16>(of(0), cell, m);
-      if (needs[1] && !rounds) sum_groups<32>(of(1), cell, m);
+      if (needs[0] && !quantize) sum_groups<16>(of(0), cell, m);
+      if (needs[1] && !quantize) sum_groups<32>(of(1), cell, m);
     }
   }
 
   void multiply(const Matrix& matrix, int64_t begin, int64_t end, const Sink& sink) const {
     const Kind& kind = KINDS[matrix.kind];
-    if (rounds && !kind.is_dense()) kind.rounded_tiles_of(T())(matrix, rounded, begin, end, sink);
+    if (quantize && !kind.is_dense()) kind.quantized_tiles_of(T())(matrix, quantized, begin, end, sink);
     else kind.tiles_of(T())(matrix, of(kind.sum_group == COLUMNS), begin, end, sink);
   }
 
@@ -157,34 +157,34 @@ template <class T> class Arranged {
   Inputs<T> values;
   Factor<T>* factors = nullptr;
   float* sums[2] = {};  // over 16 columns, and over 32
-  Rounded rounded = {};
-  bool rounds = false;
+  QuantizedRows quantized = {};
+  bool quantize = false;
 };
 
-// Multiplies rows with a matrix, by a team. row(i) is the address of row i; `output.count` rows are real. `in` must
-// have room.
-template <class T, class Row> void multiply(Team& team, const Matrix& w, Arranged<T> in, const Row& row, Output<T> output) {
-  team.each(w.in_features / COLUMNS, [&](int64_t cell) {
+// Multiplies rows with a matrix, in a thread pool. row(i) is the address of row i; `output.count` rows are real. `in`
+// must have room.
+template <class T, class Row> void multiply(ThreadPool& pool, const Matrix& w, Arranged<T> in, const Row& row, Output<T> output) {
+  pool.each(w.in_features / COLUMNS, [&](int64_t cell) {
     for (int64_t i = 0; i < in.rows(); i++) {
       if (i < output.count) memcpy(in.at(cell, i), row(i) + cell * COLUMNS, COLUMNS * sizeof(T));
       in.finish(cell, cell + 1, i, i >= output.count, &w, 1);
     }
   });
-  team.share((w.out_features + LANES - 1) / LANES,
-             [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); }, TILES<Rounded>);
+  pool.share((w.out_features + LANES - 1) / LANES,
+             [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&output, Output<T>::put}); }, TILES<QuantizedRows>);
 }
 
-// The same for any number of contiguous rows. `rounds`: see `Arranged`. Returns false if out of memory.
-template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool rounds, int threads) {
+// The same for any number of contiguous rows. `quantize`: see `Arranged`. Returns false if out of memory.
+template <class T> bool multiply(const Matrix& w, const T* x, int64_t count, T* y, bool quantize, int threads) {
   if (!count) return true;
   const int64_t most = count < CHUNK ? (count + LANES - 1) / LANES * LANES : CHUNK;
-  if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, rounds))) return false;
-  Arranged<T> in = Arranged<T>::take(most, w.in_features, rounds);
+  if (!scratch.reserve(Arranged<T>::bytes(most, w.in_features, quantize))) return false;
+  Arranged<T> in = Arranged<T>::take(most, w.in_features, quantize);
   for (int64_t m = 0; m < count; m += CHUNK) {
     const int64_t now = count - m < CHUNK ? count - m : CHUNK;
-    in.set_rows(filled_rows<T>(now, rounds));
-    Team::run(threads, [&](Team& team, int) {
-      multiply(team, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
+    in.set_rows(filled_rows<T>(now, quantize));
+    ThreadPool::run(threads, [&](ThreadPool& pool, int) {
+      multiply(pool, w, in, [&](int64_t i) { return x + (m + i) * w.in_features; },
                Output<T>{y + m * w.out_features, now, w.out_features});
     });
   }

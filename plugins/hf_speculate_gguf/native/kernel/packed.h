@@ -70,13 +70,13 @@ struct Kind {
   void (*look_up)(const uint8_t* blocks, int64_t columns, float* to);
   Tiles<Inputs<float>> tiles;
   Tiles<Inputs<Factor<uint16_t>>> tiles_bf16;
-  Tiles<Rounded> tiles_rounded, tiles_rounded_bf16;
+  Tiles<QuantizedRows> tiles_quantized, tiles_quantized_bf16;
 
   bool is_dense() const { return !tile_bytes; }
   Tiles<Inputs<float>> tiles_of(float) const { return tiles; }
   Tiles<Inputs<Factor<uint16_t>>> tiles_of(uint16_t) const { return tiles_bf16; }
-  Tiles<Rounded> rounded_tiles_of(float) const { return tiles_rounded; }
-  Tiles<Rounded> rounded_tiles_of(uint16_t) const { return tiles_rounded_bf16; }
+  Tiles<QuantizedRows> quantized_tiles_of(float) const { return tiles_quantized; }
+  Tiles<QuantizedRows> quantized_tiles_of(uint16_t) const { return tiles_quantized_bf16; }
 };
 
 template <class F> constexpr Kind kind(const char* name) {
@@ -89,8 +89,8 @@ template <class F> constexpr Kind kind(const char* name) {
           look_up_row<F>,
           multiply_tiles<F, float, Inputs<float>>,
           multiply_tiles<F, uint16_t, Inputs<Factor<uint16_t>>>,
-          multiply_tiles<F, float, Rounded>,
-          multiply_tiles<F, uint16_t, Rounded>};
+          multiply_tiles<F, float, QuantizedRows>,
+          multiply_tiles<F, uint16_t, QuantizedRows>};
 }
 
 }  // namespace

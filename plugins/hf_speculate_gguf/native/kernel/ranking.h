@@ -29,7 +29,7 @@ struct Ranking {
   int64_t num_columns, most;  // number of columns to rank, and of best ones to return
   float* shares;              // [batch row, node, most]: log-softmax of the best; -inf where no more are kept
   int64_t* columns;
-  int64_t is_bf16, rounds, threads;
+  int64_t is_bf16, quantize, threads;
 };
 
 constexpr float LOWEST = -__builtin_inff();
@@ -127,18 +127,18 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
 // Returns 1: done; 0: scores are not finite, or too few; -1: out of memory.
 template <class T> int rank(const Ranking& call) {
   const Matrix& w = call.output;
-  const int64_t count = call.batch_size * call.num_nodes, rows = filled_rows<T>(count, call.rounds);
+  const int64_t count = call.batch_size * call.num_nodes, rows = filled_rows<T>(count, call.quantize);
   const int64_t tiles = (call.num_columns + LANES - 1) / LANES, width = tiles * LANES;
-  if (!scratch.reserve(Arranged<T>::bytes(rows, w.in_features, call.rounds) +
+  if (!scratch.reserve(Arranged<T>::bytes(rows, w.in_features, call.quantize) +
                        Scratch::rounded(sizeof(float) * count * width) +
                        Scratch::rounded(sizeof(float) * call.threads * width)))
     return -1;
-  const Arranged<T> in = Arranged<T>::take(rows, w.in_features, call.rounds);
+  const Arranged<T> in = Arranged<T>::take(rows, w.in_features, call.quantize);
   Output<float> scores{scratch.take<float>(count * width), count, width};
   float* masses = scratch.take<float>(call.threads * width);
   std::atomic<bool> is_done{true};
-  Team::run(call.threads, [&](Team& team, int thread) {
-    team.each(rows, [&](int64_t m) {
+  ThreadPool::run(call.threads, [&](ThreadPool& pool, int thread) {
+    pool.each(rows, [&](int64_t m) {
       if (m < count) {
         normalize((const T*)call.x + m * w.in_features, call.norm, 0, w.in_features, call.eps, in, 0, m);
         for (int64_t i = 0; call.normed && i < w.in_features; i += COLUMNS)
@@ -146,8 +146,8 @@ template <class T> int rank(const Ranking& call) {
       }
       in.finish(0, w.in_features / COLUMNS, m, m >= count, &w, 1);
     });
-    team.share(tiles, [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&scores, Output<float>::put}); }, TILES<Rounded>);
-    team.each(count, [&](int64_t m) {
+    pool.share(tiles, [&](int64_t i, int64_t end) { in.multiply(w, i, end, {&scores, Output<float>::put}); }, TILES<QuantizedRows>);
+    pool.each(count, [&](int64_t m) {
       if (!rank_row(call, m, width, scores.y + m * width, masses + thread * width)) is_done = false;
     });
   });

@@ -43,10 +43,10 @@ template <class T> class StepRun {
     if (!look_up(s.embeddings, s.tokens, count, scratch.take<float>(hidden), (T*)s.layers.x)) return 0;
     if (s.embedding_scale != 1) scale_embeddings();
     s.layers.rotary_stride = s.layers.num_queries * layer.head_dim;
-    Team::run(s.layers.threads, [&](Team& team, int thread) {
-      layers.work(team, thread);
-      team.each(count, [&](int64_t m) { norm_row(m); });
-      if (scored) score(team);
+    ThreadPool::run(s.layers.threads, [&](ThreadPool& pool, int thread) {
+      layers.work(pool, thread);
+      pool.each(count, [&](int64_t m) { norm_row(m); });
+      if (scored) score(pool);
     });
     return 1;
   }
@@ -76,11 +76,11 @@ template <class T> class StepRun {
     for (int64_t i = 0; i < hidden; i += LANES) narrow(to + i, widen(from + i) * factor * (widen(weights + i) + shift));
   }
 
-  void score(Team& team) const {
+  void score(ThreadPool& pool) const {
     Arranged<T> in = layers.inputs();
-    in.set_rows(filled_rows<T>(scored, s.layers.rounds));
+    in.set_rows(filled_rows<T>(scored, s.layers.quantize));
     const int64_t queries = s.layers.num_queries, first = queries - s.num_scored;
-    multiply(team, s.output, in, [&](int64_t i) { return normed(i / s.num_scored * queries + first + i % s.num_scored); },
+    multiply(pool, s.output, in, [&](int64_t i) { return normed(i / s.num_scored * queries + first + i % s.num_scored); },
              Output<T>{(T*)s.logits, scored, s.output.out_features});
   }
 

@@ -39,14 +39,14 @@ inline int64_t off_core() {
   return nanoseconds() - (t.tv_sec * 1000000000LL + t.tv_nsec);
 }
 
-// How many threads the teams of this process use.
+// The number of threads that the thread pools of this process use.
 //
 // A thread whose core another process takes holds up all the others, at each of a forward's hundred steps. Two threads
 // on one free core are then slower than one. So such waits are counted, and where they cost more than a thread is worth,
-// teams go on with one thread less. Later they try again: soon at first, since most disturbances are short.
-class Crew {
+// pools go on with one thread less. Later they try again: soon at first, since most disturbances are short.
+class ThreadPoolSize {
  public:
-  // The number of threads for a team that begins now and may have `most`.
+  // The number of threads for a pool that begins now and may have `most`.
   int at_most(int most, int64_t now) {
     if (most < 2 || !absent.load(std::memory_order_relaxed)) return most;
     const std::lock_guard<std::mutex> lock(mutex);
@@ -54,10 +54,10 @@ class Crew {
       absent--;
       last_try = now, next_try = now + pause;
     }
-    return size(most);
+    return of(most);
   }
 
-  // Notes that a team of `size` threads waited for one of them from `since` to `now`. Returns whether one is to leave.
+  // Notes that a pool of `size` threads waited for one of them from `since` to `now`. Returns whether one is to leave.
   bool loses(int64_t since, int64_t now, int size) {
     const std::lock_guard<std::mutex> lock(mutex);
     lost = std::max<int64_t>(lost - std::max<int64_t>(since - last_loss, 0) / (2 * size), 0) + (now - since);
@@ -71,8 +71,8 @@ class Crew {
     return true;
   }
 
-  // The present number of threads of a team that may have `most`.
-  int size(int most) const { return std::max(most - absent.load(std::memory_order_relaxed), 1); }
+  // The present number of threads of a pool that may have `most`.
+  int of(int most) const { return std::max(most - absent.load(std::memory_order_relaxed), 1); }
 
  private:
   static constexpr int64_t MILLISECOND = 1000000, MOST_LOST = 3 * MILLISECOND;
@@ -84,9 +84,9 @@ class Crew {
   int64_t lost = 0, last_loss = 0, last_try = 0, next_try = 0, pause = SHORTEST;
 };
 
-Crew crew;
+ThreadPoolSize thread_pool_size;
 
-// By how much the number of torch's threads is lowered in this thread (`Crew` of forwards.py).
+// By how much the number of torch's threads is lowered in this thread (`ThreadPool` of forwards.py).
 thread_local int lowered = 0;
 
 // A forked process has no threads, and OpenMP would wait for them for ever. So a process ends its threads before it
@@ -96,12 +96,12 @@ const int watches_forks = pthread_atfork(
       constexpr int soft = 1;
       if (omp_pause_resource_all) omp_pause_resource_all(soft);
     },
-    nullptr, [] { new (&crew) Crew; });
+    nullptr, [] { new (&thread_pool_size) ThreadPoolSize; });
 
 // Threads that do the same steps, each step together. Every thread has its own object. The calling thread is number 0.
-class Team {
+class ThreadPool {
  public:
-  // Runs body(team, thread number) in all available threads, at most `threads`.
+  // Runs body(pool, thread number) in all available threads, at most `threads`.
   template <class Body> static void run(int threads, const Body& body) {
     struct Job {
       const Body& body;
@@ -113,14 +113,14 @@ class Team {
       Job& job = *(Job*)data;
       job.shared.size = has_threads() ? omp_get_num_threads() : 1;  // not always the number that was asked for
       const int number = std::this_thread::get_id() == job.caller ? 0 : ++job.others;
-      Team team(job.shared, number);
-      job.body(team, number);
+      ThreadPool pool(job.shared, number);
+      job.body(pool, number);
     };
-    threads = std::min(threads, crew.at_most(threads + lowered, nanoseconds()));
+    threads = std::min(threads, thread_pool_size.at_most(threads + lowered, nanoseconds()));
     if (threads > 1 && has_threads()) {
       GOMP_parallel(work, &job, threads, 0);
     } else {
-      Team alone(job.shared, 0);
+      ThreadPool alone(job.shared, 0);
       job.body(alone, 0);
     }
   }
@@ -149,7 +149,7 @@ class Team {
     std::atomic<int64_t> next{0}, opened{0}, waiting_since{0};  // 0: nobody waits for long
   };
 
-  Team(Shared& shared, int number) : shared(shared), number(number) {}
+  ThreadPool(Shared& shared, int number) : shared(shared), number(number) {}
 
   // The last thread to arrive lets the others go on. They wait meanwhile, so it may change what they share: where waits
   // cost too much, the thread with the highest number leaves.
@@ -159,7 +159,8 @@ class Team {
       const int64_t time = nanoseconds(), since = shared.waiting_since.exchange(0);
       if (since) {  // work that could not be divided evenly is no loss, only time in which this thread did not run
         const int64_t off = off_core();
-        if (off > before && crew.loses(std::max(since, time - (off - before)), time, size)) shared.size = size - 1;
+        if (off > before && thread_pool_size.loses(std::max(since, time - (off - before)), time, size))
+          shared.size = size - 1;
         before = off;
       }
       shared.arrived = 0;
@@ -211,7 +212,7 @@ class Team {
 
 // Runs body(i) for 0 .. count on torch's threads.
 template <class Body> void parallel(int threads, int64_t count, const Body& body) {
-  Team::run(count > 1 ? threads : 1, [&](Team& team, int) { team.each(count, body); });
+  ThreadPool::run(count > 1 ? threads : 1, [&](ThreadPool& pool, int) { pool.each(count, body); });
 }
 
 }  // namespace

@@ -5,11 +5,11 @@
 
 namespace {
 
-// Number of rows of type T to multiply for `count`, rounded to bytes or not. AMX multiplies blocks of sixteen: more than
+// Number of rows of type T to multiply for `count`, quantised to bytes or not. AMX multiplies blocks of sixteen: more than
 // sixteen rows in bfloat16 are filled, and bytes that nearly fill a block. Elsewhere an odd number of bytes or bfloat16
 // is filled: one row more takes less than another pass.
-template <class T> int64_t filled_rows(int64_t count, bool rounds) {
-  const int size = rounds ? 1 : sizeof(Factor<T>);
+template <class T> int64_t filled_rows(int64_t count, bool quantize) {
+  const int size = quantize ? 1 : sizeof(Factor<T>);
   if (const int64_t whole = (count + LANES - 1) / LANES * LANES; has_amx() && size < 4) {
     if (size == 2) return count > LANES ? whole : count;
     if (whole >= FEWEST_BYTES && whole - count < 4) return whole;
@@ -20,7 +20,7 @@ template <class T> int64_t filled_rows(int64_t count, bool rounds) {
 // Number of rows whose sums are in registers together.
 template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 8 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
-template <> constexpr int ROWS_AT_ONCE<Rounded> = HAS_AVX2 || (HAS_AVX512 && !ADDS_WHOLE) ? 4 : 8;
+template <> constexpr int ROWS_AT_ONCE<QuantizedRows> = HAS_AVX2 || (HAS_AVX512 && !ADDS_WHOLE) ? 4 : 8;
 
 // Multiplies tiles with all rows from row m on, ROWS at a time and then fewer. Each block of rows decodes the tiles
 // again, at the cost of two rows. Keeping decoded cells for up to 64 rows was not faster.

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from hf_speculate import AutoSpeculator
 from hf_speculate_gguf import load_model
-from hf_speculate_gguf.native import RoundedLinear, quicken
+from hf_speculate_gguf.native import QuantizedLinear, quantize_for_drafting
 from hf_speculate_gguf.native import binding as native
-from hf_speculate_gguf.native.rounded import RoundedMatrix, _blocks
-from hf_speculate_gguf.native.rounded_layers import RoundedForward
+from hf_speculate_gguf.native.quantized import QuantizedMatrix, _blocks
+from hf_speculate_gguf.native.quantized_layers import QuantizedForward
 
 from ..support.random_gguf import FileShape, one_type, write_random_file
 from ..support.tiny_heads import write_eagle_head
@@ -23,7 +23,7 @@ from ..support.tiny_heads import write_eagle_head
 
 pytestmark = pytest.mark.usefixtures("needs_kernel")
 
-# Of random weights and inputs, both rounded to 8 bits in blocks of 32.
+# Of random weights and inputs, both quantised to 8 bits in blocks of 32.
 ROUNDING = 0.01
 
 
@@ -31,9 +31,9 @@ def linear(in_features=512, out_features=272, bias=False, dtype=torch.float32) -
     return nn.Linear(in_features, out_features, bias=bias).to(dtype).requires_grad_(False)
 
 
-def quick(**changes) -> nn.Linear:
+def quantized(**changes) -> nn.Linear:
     layer = linear(**changes)
-    assert quicken(nn.Sequential(layer)) == 1
+    assert quantize_for_drafting(nn.Sequential(layer)) == 1
     return layer
 
 
@@ -65,7 +65,7 @@ class TestMatrix:
     @pytest.mark.parametrize(("in_features", "out_features"), [(32, 1), (96, 7), (576, 4096), (1024, 64)])
     def test_products_are_near_the_exact_ones(self, in_features, out_features, bias, dtype):
         layer = linear(in_features, out_features, bias, dtype)
-        matrix = RoundedMatrix.of(layer)
+        matrix = QuantizedMatrix.of(layer)
         for rows in (1, 3, 16, 33):
             inputs = torch.randn(2, rows, in_features, dtype=dtype)
             found = matrix(inputs)
@@ -75,24 +75,24 @@ class TestMatrix:
 
     def test_many_rows_of_weights_are_packed_in_parts(self, monkeypatch):
         layer = linear(64, 200)
-        whole = RoundedMatrix.of(layer).packed
-        monkeypatch.setattr("hf_speculate_gguf.native.rounded.BUFFER_WEIGHTS", 64 * 40)
-        assert torch.equal(RoundedMatrix.of(layer).packed, whole)
+        whole = QuantizedMatrix.of(layer).packed
+        monkeypatch.setattr("hf_speculate_gguf.native.quantized.BUFFER_WEIGHTS", 64 * 40)
+        assert torch.equal(QuantizedMatrix.of(layer).packed, whole)
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
-    def test_what_cannot_be_rounded_is_left_alone(self, value):
+    def test_what_cannot_be_quantized_is_left_alone(self, value):
         layer = linear(64, 40)
         layer.weight[33, 7] = value
-        assert RoundedMatrix.of(layer) is None
-        assert RoundedMatrix.of(linear(40, 40)) is None
-        assert RoundedMatrix.of(linear(dtype=torch.float16)) is None
-        assert RoundedMatrix.of(linear().to("meta")) is None
+        assert QuantizedMatrix.of(layer) is None
+        assert QuantizedMatrix.of(linear(40, 40)) is None
+        assert QuantizedMatrix.of(linear(dtype=torch.float16)) is None
+        assert QuantizedMatrix.of(linear().to("meta")) is None
 
 
 class TestLayers:
-    def test_few_rows_are_rounded(self, calls):
+    def test_few_rows_are_quantized(self, calls):
         for dtype, most in ((torch.float32, 64), (torch.bfloat16, 16)):
-            layer = quick(dtype=dtype, bias=True)
+            layer = quantized(dtype=dtype, bias=True)
             for rows in (1, 2, most):
                 inputs = torch.randn(1, rows, 512, dtype=dtype)
                 assert error(layer(inputs), layer, inputs) < 2 * ROUNDING
@@ -103,7 +103,7 @@ class TestLayers:
             calls.clear()
 
     def test_gradients_and_autocast_are_pytorchs(self, calls):
-        layer = quick()
+        layer = quantized()
         inputs = torch.randn(2, 512).requires_grad_()
         layer(inputs).sum().backward()
         assert inputs.grad is not None
@@ -115,14 +115,14 @@ class TestLayers:
         assert not calls
 
     def test_compiled_layers_are_pytorchs(self, calls):
-        layer, inputs = quick(), torch.randn(2, 512)
+        layer, inputs = quantized(), torch.randn(2, 512)
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         assert torch.equal(compiled(inputs), functional.linear(inputs, layer.weight))
         assert not calls
 
     @pytest.mark.parametrize("change", ["written to", "another", "another bias", "moved", "of another type"])
     def test_weights_that_change_are_packed_anew(self, change):
-        layer, inputs = quick(bias=True), torch.randn(2, 512)
+        layer, inputs = quantized(bias=True), torch.randn(2, 512)
         layer(inputs)
         if change == "written to":
             layer.weight.mul_(-3)
@@ -136,18 +136,18 @@ class TestLayers:
             layer, inputs = layer.bfloat16(), inputs.bfloat16()
         assert error(layer(inputs), layer, inputs) < 2 * ROUNDING
 
-    def test_weights_that_cannot_be_rounded_are_pytorchs(self, calls, monkeypatch):
-        layer, inputs = quick(), torch.randn(2, 512)
+    def test_weights_that_cannot_be_quantized_are_pytorchs(self, calls, monkeypatch):
+        layer, inputs = quantized(), torch.randn(2, 512)
         layer.weight[3, 4] = 1e9
-        packed, of = [], RoundedMatrix.of
-        monkeypatch.setattr(RoundedMatrix, "of", lambda matrix: packed.append(1) or of(matrix))
+        packed, of = [], QuantizedMatrix.of
+        monkeypatch.setattr(QuantizedMatrix, "of", lambda matrix: packed.append(1) or of(matrix))
         for _ in range(3):
             assert torch.equal(layer(inputs), functional.linear(inputs, layer.weight))
         assert packed == [1]
         assert not calls
 
     def test_copies_have_their_own(self, calls):
-        layer, inputs = quick(), torch.randn(2, 512)
+        layer, inputs = quantized(), torch.randn(2, 512)
         before = layer(inputs)
         twin = copy.deepcopy(layer)
         twin.weight.zero_()
@@ -162,12 +162,12 @@ class TestLayers:
         hooked = linear()
         hooked.forward = lambda inputs: inputs  # as accelerate does
         left = [linear(64, 64), Own(512, 272), linear(dtype=torch.float16), linear().to("meta"), hooked]
-        assert quicken(nn.ModuleList(left)) == 0
-        assert quicken(nn.Sequential(quick())) == 0, "twice"
+        assert quantize_for_drafting(nn.ModuleList(left)) == 0
+        assert quantize_for_drafting(nn.Sequential(quantized())) == 0, "twice"
 
     def test_a_layer_of_somebody_else_stays_as_it_is(self, calls):
         layer, inputs = linear(), torch.randn(2, 512)
-        drafting = RoundedLinear(layer)
+        drafting = QuantizedLinear(layer)
         assert error(drafting(inputs), layer, inputs) < ROUNDING
         assert calls == [2]
         assert torch.equal(layer(inputs), functional.linear(inputs, layer.weight))
@@ -189,7 +189,7 @@ def write(tmp_path):
 def test_heads_use_it_and_stay_what_they_are(backend, write, calls, tmp_path):
     path, folder = write
     target = load_model(path, backend=backend)
-    assert type(target.lm_head).forward is not RoundedForward
+    assert type(target.lm_head).forward is not QuantizedForward
     speculator = AutoSpeculator.from_pretrained(folder, target=target)
     request = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompt = torch.arange(5, 17)[None]
@@ -198,7 +198,7 @@ def test_heads_use_it_and_stay_what_they_are(backend, write, calls, tmp_path):
     assert torch.equal(target(prompt).logits, before)
     assert not any("forward" in vars(each) for each in target.modules() if isinstance(each, nn.Linear))
     head = speculator.drafter.head
-    assert any(isinstance(vars(each).get("forward"), RoundedForward) for each in head.modules())
+    assert any(isinstance(vars(each).get("forward"), QuantizedForward) for each in head.modules())
     speculator.drafter.save_pretrained(tmp_path / "saved")
     again = AutoSpeculator.from_pretrained(tmp_path / "saved", target=target)
     for name, values in head.state_dict().items():
@@ -207,9 +207,9 @@ def test_heads_use_it_and_stay_what_they_are(backend, write, calls, tmp_path):
 
 def test_a_packed_matrix_has_no_copy(write):
     target = load_model(write[0], backend="native")
-    matrix = RoundedMatrix.of(target.lm_head)
+    matrix = QuantizedMatrix.of(target.lm_head)
     assert matrix.packed.data_ptr() == target.lm_head.packed.data_ptr()
     inputs = torch.randn(3, 256, dtype=target.dtype)
     expected = target.lm_head(inputs).float()
     assert (matrix(inputs).float() - expected).norm() < 2 * ROUNDING * expected.norm()
-    assert RoundedMatrix.of(load_model(write[0], backend="dequantize").lm_head) is None
+    assert QuantizedMatrix.of(load_model(write[0], backend="dequantize").lm_head) is None

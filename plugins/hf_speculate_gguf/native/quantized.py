@@ -1,4 +1,4 @@
-"""8-bit matrices that round their inputs to 8 bits too, for drafting, as drafts are checked anyway.
+"""8-bit matrices with quantised activations, for drafting, as drafts are checked anyway.
 
 Drafts stay as good, and their products take a third to a half of the time (docs/benchmarks.md, "Heads").
 """
@@ -10,14 +10,14 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from . import binding, large_pages
-from .backends import BUFFER_WEIGHTS, NativeBackend, RoundingBackend
+from .backends import BUFFER_WEIGHTS, NativeBackend, QuantizingBackend
 from .modules import PackedMatrix
 
 
 _BLOCK_TYPE, _BLOCK_SIZE = "Q8_0", 32
 
 
-class RoundedMatrix(PackedMatrix):
+class QuantizedMatrix(PackedMatrix):
     """A matrix for drafting: a copy in blocks of Q8_0 for a dense one, the same bytes for a packed one.
 
     Its `source` stays unchanged.
@@ -25,13 +25,13 @@ class RoundedMatrix(PackedMatrix):
 
     def __init__(self, source: PackedMatrix | nn.Linear, block_type: str, tiles: UInt8[Tensor, "T bytes"]):
         sizes = source.in_features, source.out_features
-        super().__init__(*sizes, block_type, RoundingBackend(), tiles)
+        super().__init__(*sizes, block_type, QuantizingBackend(), tiles)
         self.bias = source.bias
         self.source = source
 
     @classmethod
     @torch.no_grad()
-    def of(cls, matrix: PackedMatrix | nn.Linear) -> RoundedMatrix | None:
+    def of(cls, matrix: PackedMatrix | nn.Linear) -> QuantizedMatrix | None:
         """The 8-bit matrix; None if the kernel cannot use it, or its weights are not finite or exceed float16."""
         if isinstance(matrix, PackedMatrix):
             is_native = isinstance(matrix.backend, NativeBackend)

@@ -51,10 +51,10 @@ Interrupting.__module__ = "transformers.interrupting"
 
 @pytest.fixture
 def busy(monkeypatch):
-    """A machine on which teams have one thread; notes with how many threads forwards begin."""
+    """A machine on which thread pools have one thread; notes with how many threads forwards begin."""
     library, forwards = binding.library(), []
     step = library.step
-    monkeypatch.setattr(library, "team_size", lambda most: 1)
+    monkeypatch.setattr(library, "thread_pool_size", lambda most: 1)
     monkeypatch.setattr(library, "step", lambda address: forwards.append(torch.get_num_threads()) or step(address))
     return forwards
 
@@ -94,7 +94,7 @@ def test_a_request_within_a_request_begins_with_all_threads(load, busy):
 
 
 def test_on_a_quiet_machine_nothing_is_changed(load, busy, monkeypatch):
-    monkeypatch.setattr(binding.library(), "team_size", lambda most: most)
+    monkeypatch.setattr(binding.library(), "thread_pool_size", lambda most: most)
     watcher = Watcher()
     write(load(dtype=torch.float32), watcher, do_sample=False)
     assert set(watcher.seen) == {2}

@@ -1,4 +1,4 @@
-"""Linear layers that compute in 8 bits when few rows are drafted (`rounded`), and as usual otherwise."""
+"""Linear layers that compute in 8 bits when few rows are drafted (`quantized`), and as usual otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .backends import NativeBackend
 from .binding import DENSE_KINDS
 from .modules import PackedMatrix
-from .rounded import RoundedMatrix
+from .quantized import QuantizedMatrix
 from .weights import WeightsInPlace
 
 
@@ -22,15 +22,15 @@ _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 16}
 _LEAST_WEIGHTS = 1 << 17
 
 
-def quicken(module: nn.Module) -> int:
+def quantize_for_drafting(module: nn.Module) -> int:
     """Lets the kernel compute the larger linear layers of a module for few rows. Returns their number.
 
-    Products are rounded, so this is only for drafting. The layers can still be read, written and trained; each gets an
-    8-bit copy.
+    Activations are quantised, so this is only for drafting. The layers can still be read, written and trained; each
+    gets an 8-bit copy.
     """
     layers: list[Any] = [each for each in module.modules() if _is_plain(each)]
     for layer in layers:
-        layer.forward = RoundedForward(layer)
+        layer.forward = QuantizedForward(layer)
         layer.forward.matrix()
     return len(layers)
 
@@ -38,29 +38,29 @@ def quicken(module: nn.Module) -> int:
 def _is_plain(module: nn.Module | None) -> bool:
     return (
         type(module) is nn.Linear
-        and "forward" not in vars(module)  # accelerate's, or already quickened
+        and "forward" not in vars(module)  # accelerate's, or already quantised
         and module.weight.is_cpu
         and module.weight.dtype in DENSE_KINDS
         and module.weight.numel() >= _LEAST_WEIGHTS
     )
 
 
-class RoundedForward:
+class QuantizedForward:
     """The `forward` of a layer (`nn.Linear` or packed) that drafts."""
 
     def __init__(self, layer: Any):
         self.layer = layer
-        self._matrix: RoundedMatrix | None = None
+        self._matrix: QuantizedMatrix | None = None
         self._weights: WeightsInPlace | None = None
 
     def __getstate__(self):
         """The state of a copy, which makes its own matrix."""
         return {"layer": self.layer, "_matrix": None, "_weights": None}
 
-    def matrix(self) -> RoundedMatrix | None:
+    def matrix(self) -> QuantizedMatrix | None:
         """The 8-bit matrix, made again if the weights have changed; None if the kernel cannot use it."""
         if self._weights is None or not self._weights.are_current():
-            self._matrix = RoundedMatrix.of(self.layer)
+            self._matrix = QuantizedMatrix.of(self.layer)
             self._weights = WeightsInPlace([self.layer], are_copied=True)
         return self._matrix
 
@@ -70,12 +70,12 @@ class RoundedForward:
         return type(self.layer).forward(self.layer, input) if matrix is None else matrix(input)
 
 
-class RoundedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A layer that belongs to another model and stays unchanged, in the form for a drafter."""
 
     def __init__(self, layer: Any):
         super().__init__()
-        self.forward: Any = RoundedForward(layer)
+        self.forward: Any = QuantizedForward(layer)
         self.forward.matrix()
 
     @staticmethod
