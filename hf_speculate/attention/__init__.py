@@ -15,6 +15,7 @@ from .grouped import kernel_fits as kernel_fits
 from .grouped import placed as placed
 from .grouped import takes_tree_masks as takes_tree_masks
 from .grouped import uninstall_attention as uninstall_attention
+from .metadata import AttentionMetadata as AttentionMetadata
 from .per_node import PerNodeAttention as PerNodeAttention
 from .per_node import Sizes as Sizes
 from .per_node import attending_per_node as attending_per_node

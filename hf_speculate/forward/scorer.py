@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import Mask, TreeAttention, TreeMask, num_left_padding, takes_tree_masks, tree_backends, visible_prefix
+from ..attention import AttentionMetadata, Mask, TreeAttention, TreeMask, takes_tree_masks, tree_backends
 from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..target import (
     GenerativeModel,
-    LayerType,
     Shape,
     counts_along_cache,
     ignores_masks,
@@ -29,7 +28,7 @@ from ..target import (
     takes_position_ids,
 )
 from ..transfers import to_device
-from ..tree import DraftTree, node_depths
+from ..tree import DraftTree
 
 
 # Context length at which copying a row of the cache costs as much as running it in one forward over a tree. (One CPU
@@ -176,7 +175,8 @@ class Scorer:
         count = nodes.tree.num_nodes - num_cached
         inputs = {**self.forward_kwargs, **nodes.forward_kwargs}
         if self.takes_position_ids:
-            inputs["position_ids"] = self.of_all_kinds(self._positions(nodes))
+            positions = self.metadata(nodes.tree, num_cached, nodes.root_positions).positions()
+            inputs["position_ids"] = self.of_all_kinds(positions)
         if self.token_kwargs:
             inputs |= self.for_tokens(count)
         return self.model(
@@ -189,36 +189,36 @@ class Scorer:
             **inputs,
         )
 
+    def metadata(self, tree: DraftTree, num_cached: int = 0, root_positions: Sequence[int] = ()) -> AttentionMetadata:
+        """The metadata of a forward over `tree`. Arguments: see `Nodes`."""
+        return AttentionMetadata(
+            tree,
+            self.cache.present_lengths,
+            self.cache.append_index,
+            self.device,
+            num_cached,
+            self.prompt_mask,
+            [root_positions[row] for row in self.cache.rows] if root_positions else (),
+        )
+
     def arranged_mask(self, nodes: Nodes) -> Mask | TreeMask:
         """The mask in the form for the model, or the tree alone if the model can take it."""
-        tree = nodes.tree
+        tree, metadata = nodes.tree, self.metadata(nodes.tree, nodes.num_cached)
         is_whole = self.shape == "tree" and not nodes.num_cached and tree.num_nodes > 1
-        if not is_whole or not self._sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
-            return self._mask_arranged(nodes)
-        return TreeMask(tree.host.parents, self.cache.append_index, partial(self._mask_arranged, nodes))
+        sees_prefix = not metadata.has_holes and not self.has_windows
+        if not is_whole or not sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
+            return self._arranged(metadata)
+        return TreeMask(tree.host.parents, metadata.num_prefix, partial(self._arranged, metadata))
 
-    def _mask_arranged(self, nodes: Nodes) -> Mask:
-        mask = self.mask(nodes.tree, nodes.num_cached)
-        return self.attention.arrange(mask, nodes.tree.num_nodes, self._sees_prefix)
+    def _arranged(self, metadata: AttentionMetadata) -> Mask:
+        sees_prefix = not metadata.has_holes and not self.has_windows
+        return self.attention.arrange(self._mask(metadata), metadata.num_nodes, sees_prefix)
 
     def of_all_kinds(self, positions: Tensor) -> Tensor:
         """Position ids [R, N] of the present rows as the model takes them: [kinds, R, N] if it has several kinds."""
         if self.position_offsets is None:
             return positions
         return positions + to_device(self.position_offsets[:, list(self.cache.rows)], self.device)
-
-    def _positions(self, nodes: Nodes) -> Tensor:
-        """Position ids of the nodes, int64 [R, N - num_cached]."""
-        tree, num_cached = nodes.tree, nodes.num_cached
-        roots = [[nodes.root_positions[row]] for row in self.cache.rows]
-        if tree.num_nodes == 1:
-            return to_device(roots, self.device)
-        if tree.is_small:
-            of_rows = zip(roots, tree.host.parents, strict=True)
-            found = [[root + depth for depth in node_depths(parents)[num_cached:]] for (root,), parents in of_rows]
-            return to_device(found, self.device)
-        depths = tree.plan.depths[:, num_cached:]
-        return to_device(to_device(roots, depths.device) + depths, self.device)
 
     def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
         """Sets further keyword arguments of every later forward."""
@@ -278,34 +278,19 @@ class Scorer:
             under the model's own causal mask. Additive [B, 1, N - num_cached, M + N] for trees, by layer type if there
             are several. M is the number of entries that the layers show.
         """
-        num_prefix, num_nodes = self.cache.append_index, tree.num_nodes
-        visible = self._visible_prefix(num_prefix)
+        return self._mask(self.metadata(tree, num_cached))
+
+    def _mask(self, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor] | None:
+        visible, num_nodes = metadata.visible_prefix, metadata.num_nodes
         if visible is None and (num_nodes == 1 or self.shape == "chain"):
             return None
         if self.shape == "chain" and visible is not None:
             return torch.cat([visible, visible.new_ones(visible.shape[0], num_nodes)], dim=1).long()
-        masks = {kind.name: self._tree_mask(tree, num_cached, visible, kind) for kind in self.layer_types}
+        dtype, num_rows, masks = self.attention_dtype, len(metadata.lengths), {}
+        for layer_type in self.layer_types:
+            mask = metadata.additive(layer_type, dtype, self.cache.visible_from(layer_type.layer_index))
+            masks[layer_type.name] = mask.expand(num_rows, -1, -1, -1)
         return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _tree_mask(self, tree: DraftTree, num_cached: int, visible: Tensor | None, layer_type: LayerType) -> Tensor:
-        """The additive mask [B, 1, N - num_cached, M + N] for the layers of one type."""
-        dtype, device = self.attention_dtype, self.device
-        first, end = self.cache.visible_from(layer_type.layer_index), self.cache.append_index
-        num_prefix = end - first
-        mask = torch.zeros(
-            (tree.batch_size, 1, tree.num_nodes - num_cached, num_prefix + tree.num_nodes), dtype=dtype, device=device
-        )
-        if visible is not None:
-            mask[..., :num_prefix].masked_fill_(~visible[:, None, None, first:], torch.finfo(dtype).min)
-        mask[..., num_prefix:] = tree.plan.bias(dtype, device)[:, None, num_cached:]
-        if layer_type.hides_any(end + tree.max_depth + 1):
-            lengths = to_device(self.cache.present_lengths, device)[:, None]
-            nodes = lengths + to_device(tree.plan.depths, device)
-            prefix = torch.arange(first, end, device=device, dtype=torch.long).expand(tree.batch_size, -1)
-            seen = torch.cat([prefix, nodes], dim=1)
-            too_far = layer_type.too_far(seen, nodes[:, num_cached:], num_left_padding(self.prompt_mask, device))
-            mask.masked_fill_(too_far[:, None], torch.finfo(dtype).min)
-        return mask
 
     @property
     def prompt_mask(self) -> Tensor | None:
@@ -316,18 +301,7 @@ class Scorer:
         return self._mask_of_rows
 
     @property
-    def _sees_prefix(self) -> bool:
-        """Whether every node attends to all committed entries."""
-        return self.prompt_mask is None and not self.cache.is_ragged and not self.has_windows
-
-    @property
     def attention_dtype(self) -> torch.dtype:
         """dtype of queries and keys, which `sdpa` requires of its mask. Under autocast it is not the model's."""
         first = next((layer for layer in self.cache.cache.layers if isinstance(layer, PreallocatedLayer)), None)
         return first.dtype if first is not None and first.is_initialized else self.model.dtype
-
-    def _visible_prefix(self, num_prefix: int) -> Tensor | None:
-        """bool [B, num_prefix], whether entries are real; None if all are."""
-        if self.prompt_mask is None and not self.cache.is_ragged:
-            return None
-        return visible_prefix(self.cache.present_lengths, self.prompt_mask, num_prefix, self.device)

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_speculate import Speculator
+from hf_speculate.attention import AttentionMetadata
 from hf_speculate.cache import as_cache
 from hf_speculate.cache.tree_cache import TreeCache
 from hf_speculate.forward.scorer import Scorer
@@ -78,13 +79,12 @@ class TestFindsFaults:
 
     @pytest.mark.parametrize("by", [-1, 1])
     def test_positions_of_nodes_that_are_off_by_one(self, monkeypatch, by):
-        original = Scorer._positions
+        original = AttentionMetadata.positions
 
-        def positions(scorer, nodes, roots, num_cached):
-            found, depths = original(scorer, nodes, roots, num_cached), nodes.plan.depths[:, num_cached:]
-            return found + by * (depths > 0)
+        def positions(metadata):
+            return original(metadata) + by * (metadata.plan.depths[:, metadata.num_cached :] > 0)
 
-        monkeypatch.setattr(Scorer, "_positions", positions)
+        monkeypatch.setattr(AttentionMetadata, "positions", positions)
         assert run_trial(build_tiny_model(), "tree")[0] == "single"
 
     def test_left_padding_that_is_not_masked(self, monkeypatch):
@@ -92,13 +92,14 @@ class TestFindsFaults:
         assert run_trial(build_tiny_model(), "tree")[0] == "single"
 
     def test_holes_behind_short_rows_that_are_not_masked(self, monkeypatch):
-        original = Scorer._visible_prefix
+        original = AttentionMetadata.visible_prefix.func
 
-        def visible(scorer, num_prefix):
-            found = original(scorer, num_prefix)
-            return found if found is None else found | (torch.arange(num_prefix) >= scorer.prompt_mask.shape[1])
+        def visible(metadata):
+            found = original(metadata)
+            end = 0 if metadata.prompt_mask is None else metadata.prompt_mask.shape[1]
+            return found if found is None else found | (torch.arange(metadata.num_prefix) >= end)
 
-        monkeypatch.setattr(Scorer, "_visible_prefix", visible)
+        monkeypatch.setattr(AttentionMetadata, "visible_prefix", property(visible))
         assert run_trial(build_tiny_model(), "tree")[0] == "single"
 
     def test_entries_of_the_wrong_nodes_are_kept(self, monkeypatch):

@@ -149,7 +149,7 @@ class TestArguments:
 
 
 class TestFiles:
-    def test_custom_generate_files_are_written_on_request_only(self, tmp_path, tiny_model):
+    def test_files_with_code_are_written_on_request_only(self, tmp_path, tiny_model):
         Speculator(random_medusa(CHOICES, tiny_model())).save_pretrained(tmp_path)
         assert not (tmp_path / "custom_generate").exists()
         card = ModelCard.load(tmp_path / CARD_FILE)

@@ -8,11 +8,11 @@ import random
 import torch
 
 from hf_speculate.drafting import Calibration
+from hf_speculate.loop import meter
 from hf_speculate.policy import NOTHING, Acceptance, Situation
 from hf_speculate.policy.adaptive import LOSS_START, LOSS_START_PADDED, AdaptiveSession, Known
 from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.tree import DraftTree, Round, RoundSeconds, TreeRow
-from hf_speculate.tree import round as round_clock
 
 
 def situation(*rows, context=0):
@@ -154,7 +154,7 @@ class ForwardClock:
 
     def __init__(self, monkeypatch, model, slope=0.1):
         self.now, self.slope = 0.0, slope
-        monkeypatch.setattr(round_clock.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(meter.time, "perf_counter", lambda: self.now)
         self.hook = model.register_forward_pre_hook(self.tick, with_kwargs=True)
 
     def tick(self, _module, _args, kwargs):

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hf_speculate.attention import visible_prefix
+from hf_speculate.attention import AttentionMetadata, visible_prefix
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import DraftRequest
 from hf_speculate.target import LayerType
@@ -110,20 +110,18 @@ class HeadCache:
         positions = self.prompt_positions[..., part]
         if not self.tree_cache.append_index and self.prompt_mask is None and not self.has_windows:
             return positions, None
-        size = positions.shape[-1]
-        block = None if self.prompt_mask is None else self.prompt_mask[:, part]
-        return positions, self._masks(_causal(size), _of_one_kind(positions), block=block)
+        real = None if self.prompt_mask is None else self.prompt_mask[:, part]
+        return positions, self._masks(self._metadata(_causal(positions.shape[-1]), real=real))
 
     def next_place(self, count: int) -> Place:
         """Positions and masks of `count` entries after the committed ones."""
-        positions = self.positions_at(torch.arange(count, dtype=torch.long, device="cpu")[None])
-        return positions, self._masks(_causal(count), positions)
+        metadata = self._metadata(_causal(count))
+        return metadata.positions(), self._masks(metadata)
 
     def node_place(self, plan: TreePlan, count: int) -> Place:
         """Positions and masks of the last `count` nodes of a forest whose earlier nodes were run since `drop`."""
-        first = plan.num_nodes - count
-        positions = self.positions_at(plan.depths[:, first:])
-        return positions, self._masks(plan, positions, first)
+        metadata = self._metadata(plan, plan.num_nodes - count)
+        return metadata.positions(), self._masks(metadata)
 
     def positions_at(self, depths: Int[Tensor, "R N"]) -> Int[Tensor, "B N"]:
         """Positions of nodes at these depths, 0 being that of the next entry of a row."""
@@ -170,40 +168,20 @@ class HeadCache:
     def _shift_column(self) -> Int[Tensor, "B 1"]:
         return to_device(self._shifts, self.head.device)[:, None]
 
-    def _masks(
-        self, plan: TreePlan, positions: Tensor, first: int = 0, block: Tensor | None = None
-    ) -> list[Tensor | None]:
-        """Masks of a forward over the nodes of `plan` from `first` on, one per layer.
+    def _metadata(self, plan: TreePlan, num_cached: int = 0, real: Tensor | None = None) -> AttentionMetadata:
+        cache, device = self.tree_cache, self.head.device
+        return AttentionMetadata(
+            plan, cache.lengths, cache.append_index, device, num_cached, self.prompt_mask, self.next_positions(), real
+        )
 
-        Args:
-            block: bool [B, n], the nodes that are real; None if all are.
-        """
-        num_prefix, visible = self.tree_cache.append_index, self.visible()
+    def _masks(self, metadata: AttentionMetadata) -> list[Tensor | None]:
+        """Masks of a forward over the new nodes, one per layer."""
+        plan = metadata.plan
         is_chain = plan.num_nodes == plan.max_depth + 1
-        if visible is None and is_chain and positions.shape[1] == 1 and not self.has_windows:
+        is_step = is_chain and plan.num_nodes == metadata.num_cached + 1
+        if is_step and not metadata.has_holes and not self.has_windows:
             return [None] * len(self._layers)
-        dtype, device = self.head.dtype, self.head.device
-        low = torch.finfo(dtype).min
-        rows = positions.shape[0] if visible is not None or self.has_windows else plan.depths.shape[0]
-        mask = torch.zeros(rows, 1, positions.shape[1], num_prefix + plan.num_nodes, dtype=dtype, device=device)
-        if visible is not None:
-            mask[..., :num_prefix].masked_fill_(~visible[:, None, None], low)
-        mask[..., num_prefix:] = plan.bias(dtype, device)[:, None, first:]
-        if block is not None:
-            mask[..., num_prefix:].masked_fill_(~block[:, None, None], low)
-        return [self._windowed(mask, plan, positions, layer) for layer in self._layers]
-
-    def _windowed(self, mask: Tensor, plan: TreePlan, positions: Tensor, layer: LayerType) -> Tensor:
-        """`mask` that also hides entries before the window of a layer."""
-        if layer.window is None:
-            return mask
-        num_prefix = mask.shape[-1] - plan.num_nodes
-        earlier = torch.arange(num_prefix, device=mask.device, dtype=torch.long) + self._shift_column()
-        nodes, depths = positions, to_device(plan.depths, mask.device)
-        if plan.num_nodes > positions.shape[1]:  # earlier nodes of the tree are in the cache
-            nodes = positions[:, :1] - depths[:, -positions.shape[1]][:, None] + depths
-        too_far = layer.too_far(torch.cat([earlier, nodes], dim=1), positions, positions.new_zeros(1, 1))
-        return mask.masked_fill(too_far[:, None], torch.finfo(mask.dtype).min)
+        return [metadata.additive(layer, self.head.dtype) for layer in self._layers]
 
 
 def _of_one_kind(positions: Int[Tensor, "*kinds B J"]) -> Int[Tensor, "B J"]:
