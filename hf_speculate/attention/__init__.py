@@ -1,18 +1,20 @@
 """Attention over draft trees: which entries each node sees, and how that is computed.
 
-`grouped_sdpa` is the attention of most forwards, `tree_kernel` that of captured ones on a GPU, and `per_node` that of
-exact ones. `ranges` and `prefix` say what nodes see: of their tree, and of the text before it.
+`AttentionMetadata` says it for a forward of any model or head, `CapturedMetadata` for captured ones. `grouped` is the
+attention of most forwards, `tree_kernel` that of captured ones on a GPU, `per_node` that of exact ones: the last two are
+found by `in_progress`.
 """
 
 from .backends import backends_in_use as backends_in_use
 from .backends import tree_backends as tree_backends
+from .captured import CapturedMetadata as CapturedMetadata
+from .captured import text_entries as text_entries
 from .grouped import Mask as Mask
 from .grouped import MaskForm as MaskForm
 from .grouped import TreeAttention as TreeAttention
 from .grouped import fold as fold
 from .grouped import grouped_sdpa as grouped_sdpa
 from .grouped import kernel_fits as kernel_fits
-from .grouped import placed as placed
 from .grouped import takes_tree_masks as takes_tree_masks
 from .grouped import uninstall_attention as uninstall_attention
 from .metadata import AttentionMetadata as AttentionMetadata
@@ -20,10 +22,9 @@ from .per_node import PerNodeAttention as PerNodeAttention
 from .per_node import Sizes as Sizes
 from .per_node import attending_per_node as attending_per_node
 from .per_node import depth_first as depth_first
-from .per_node import no_mask as no_mask
 from .prefix import num_left_padding as num_left_padding
 from .prefix import prompt_starts as prompt_starts
 from .prefix import visible_prefix as visible_prefix
 from .ranges import TreeMask as TreeMask
-from .tree_kernel import TreePlace as TreePlace
+from .tree_kernel import DeviceTree as DeviceTree
 from .tree_kernel import tree_attention as tree_attention

@@ -6,11 +6,11 @@ stacked as more query *rows* of that head. "folded" is the same kernel over `[B,
 mask repeated for the G heads of a group. A root alone needs no mask. Stock then lets the kernel share KV heads
 (`enable_gqa`), which on a CPU reads them once for each query head.
 
-On GPUs a captured forward passes no mask at all, but the place of the tree (`placed`), to a kernel that splits the keys
+On GPUs a captured forward passes no mask, but the sentinel (`in_progress`): a kernel that splits the keys attends
 (`tree_kernel`).
 
 The mask itself shows its form: folded ones are 4-D with G x N rows for N queries (`fold`), or have no columns if
-nothing is hidden; one without rows stands for a place. No other code makes such masks. `grouped_sdpa` is registered for
+nothing is hidden. No other code makes such masks. `grouped_sdpa` is registered for
 "sdpa" in transformers' AttentionInterface and passes all other masks to stock unchanged. No config is changed. The
 plain reference is stock with the mask before it was folded.
 """
@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -35,8 +34,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..compatibility import incompatible
 from ..errors import SpeculateError
 from ..target import GenerativeModel, decoder_of
-from .per_node import current_per_node, is_per_node
-from .tree_kernel import TreePlace, has_kernel, tree_attention
+from .in_progress import StockAttention, attention_in_progress, is_sentinel
+from .tree_kernel import DeviceTree, has_kernel, tree_attention
 
 
 MaskForm = Literal["stock", "folded", "kernel"]
@@ -198,32 +197,25 @@ def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return functional.pad(mask[:, :, :num_queries], (num_keys - mask.shape[-1], 0))
 
 
-_place: ContextVar[tuple[TreePlace, Callable[[], Tensor]] | None] = ContextVar("_place", default=None)
+@dataclass(frozen=True, eq=False)
+class KernelAttention:
+    """Attention of one tree by the kernel (`tree_kernel`).
 
-
-@contextmanager
-def placed(place: TreePlace, make_mask: Callable[[], Tensor]) -> Iterator[Tensor]:
-    """A context for a forward over a tree at `place`; gives the mask that stands for it.
-
-    Args:
+    Attributes:
+        place: position of the tree, and what its nodes see.
         make_mask: function that makes the additive mask, for attentions with more than the kernel computes.
     """
-    token = _place.set((place, make_mask))
-    try:
-        yield torch.empty(1, 1, 0, 0, device=place.ends.device, dtype=torch.float32)
-    finally:
-        _place.reset(token)
 
+    place: DeviceTree
+    make_mask: Callable[[], Tensor]
 
-def _attend_at_place(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
-) -> tuple[Tensor, None]:
-    found = _place.get()
-    assert found is not None
-    place, make_mask = found
-    if _does_more(kwargs):
-        return sdpa_attention_forward(module, query, key, value, make_mask(), **kwargs)
-    return tree_attention(query, key, value, place, kwargs.get("scaling")), None
+    def attend(
+        self, stock: StockAttention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """The result of `stock` with the additive mask."""
+        if _does_more(kwargs):
+            return stock(module, query, key, value, self.make_mask(), **kwargs)
+        return tree_attention(query, key, value, self.place, kwargs.get("scaling")), None
 
 
 def _does_more(kwargs: dict[str, Any]) -> bool:
@@ -238,7 +230,7 @@ def grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """Stock's `sdpa_attention_forward`, which also takes masks from `fold` and then repeats no KV heads.
 
-    A mask of an exact forward makes it compute node by node (`walk`), one from `placed` runs the kernel.
+    The mask of `attending` makes the attention of the forward in progress compute: node by node, or by the kernel.
 
     Args:
         query: [B, heads, N, D]; key, value: [B, KV heads, S, D].
@@ -247,11 +239,9 @@ def grouped_sdpa(
     Returns:
         [B, N, heads, D] and None.
     """
-    if is_per_node(attention_mask):
-        return current_per_node().attend(sdpa_attention_forward, module, query, key, value, **kwargs)
+    if is_sentinel(attention_mask):
+        return attention_in_progress().attend(sdpa_attention_forward, module, query, key, value, **kwargs)
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if attention_mask is not None and attention_mask.dim() == 4 and not attention_mask.shape[2]:
-        return _attend_at_place(module, query, key, value, **kwargs)
     if attention_mask is None or attention_mask.dim() != 4 or attention_mask.shape[2] <= num_queries:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     batch_size, num_heads, _, head_dim = query.shape

@@ -8,12 +8,11 @@ ancestors, itself). The tree is walked depth first, and only entries that belong
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import transformers
@@ -21,10 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-
-Attention: TypeAlias = Callable[..., tuple[Tensor, Any]]
-"""An attention function of transformers. It takes a module, query [B, heads, N, D], key and value [B, KV heads, S, D],
-and a mask."""
+from .in_progress import StockAttention, attending, attention_in_progress, is_sentinel
 
 
 Sizes = Mapping[tuple[int, ...], Sequence[int]]
@@ -58,7 +54,7 @@ class PerNodeAttention:
     _masks: dict[tuple[Any, ...], Tensor | None] = field(default_factory=dict, init=False)
 
     def attend(
-        self, stock: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+        self, stock: StockAttention, module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Stock's attention, computed for each node alone.
 
@@ -175,39 +171,15 @@ def _in_pieces(states: Tensor, sizes: Sequence[int], *args: Any, **kwargs: Any) 
     return torch.cat(pieces).view(*states.shape[:-1], -1)
 
 
-_current: ContextVar[PerNodeAttention | None] = ContextVar("hf_speculate_per_node", default=None)
-
-
-def no_mask(device: torch.device) -> Tensor:
-    """The empty mask that marks an exact forward. No other forward has it."""
-    return torch.empty(1, 1, 1, 0, device=device, dtype=torch.float32)
-
-
-def is_per_node(mask: Tensor | None) -> bool:
-    """Whether a forward with this mask is an exact one. Traced graphs of other forwards run only this check."""
-    return mask is not None and mask.shape[2:] == (1, 0)
-
-
-def current_per_node() -> PerNodeAttention:
-    """The attention of the exact forward that is running on this thread."""
-    attention = _current.get()
-    assert attention is not None
-    return attention
-
-
 @contextmanager
-def attending_per_node(attention: PerNodeAttention, sizes: Sizes) -> Iterator[None]:
-    """A context for a forward over a tree with exact attention and products."""
-    token = _current.set(attention)
-    try:
-        with ExitStack() as around:
-            if sizes:
-                around.enter_context(RowwiseProducts(sizes))
-            if attention.mask_dtype is not None:
-                around.enter_context(_eager.replaced())
-            yield
-    finally:
-        _current.reset(token)
+def attending_per_node(attention: PerNodeAttention, sizes: Sizes, device: torch.device) -> Iterator[Tensor]:
+    """A context for a forward over a tree with exact attention and products; gives its mask, the sentinel."""
+    with ExitStack() as around:
+        if sizes:
+            around.enter_context(RowwiseProducts(sizes))
+        if attention.mask_dtype is not None:
+            around.enter_context(_eager.replaced())
+        yield around.enter_context(attending(attention, device))
 
 
 class _Eager:
@@ -228,10 +200,10 @@ class _Eager:
                 stock = self._stock = transformers.AttentionInterface.get_interface
 
                 def interface(
-                    self: transformers.AttentionInterface, attn_implementation: str, default: Attention
-                ) -> Attention:
+                    self: transformers.AttentionInterface, attn_implementation: str, default: StockAttention
+                ) -> StockAttention:
                     found = stock(self, attn_implementation, default)
-                    return _attend_per_node(found) if attn_implementation == "eager" else found
+                    return _by_node(found) if attn_implementation == "eager" else found
 
                 transformers.AttentionInterface.get_interface = interface
         try:
@@ -246,12 +218,12 @@ class _Eager:
 _eager = _Eager()
 
 
-def _attend_per_node(stock: Attention) -> Attention:
+def _by_node(stock: StockAttention) -> StockAttention:
     """An attention that computes node by node in exact forwards, and as stock in all others."""
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-        if isinstance(attention_mask, Tensor) and is_per_node(attention_mask):
-            return current_per_node().attend(stock, module, query, key, value, **kwargs)
+        if is_sentinel(attention_mask):
+            return attention_in_progress().attend(stock, module, query, key, value, **kwargs)
         return stock(module, query, key, value, attention_mask, **kwargs)
 
     return attend

@@ -52,7 +52,7 @@ tl: Any = None  # triton.language, set by `_kernels`; kernels look it up among t
 
 
 @dataclass(frozen=True, eq=False)
-class TreePlace:
+class DeviceTree:
     """Position of a draft tree in the KV buffers, and what its nodes see. All tensors are on the device.
 
     Entries of a row outside [starts, ends) and outside the tree are seen by no node.
@@ -94,7 +94,7 @@ def tree_attention(
     query: Float[Tensor, "B H N D"],
     keys: Float[Tensor, "B KV M D"],
     values: Float[Tensor, "B KV M D"],
-    place: TreePlace,
+    place: DeviceTree,
     scale: float | None = None,
 ) -> Float[Tensor, "B N H D"]:
     """Attention of the nodes of a tree, computed by the kernel. It reads no tensor on the host.
@@ -154,7 +154,7 @@ def plain_tree_attention(
     query: Float[Tensor, "B H N D"],
     keys: Float[Tensor, "B KV M D"],
     values: Float[Tensor, "B KV M D"],
-    place: TreePlace,
+    place: DeviceTree,
     scale: float | None = None,
 ) -> Float[Tensor, "B N H D"]:
     """The same as `tree_attention` in plain PyTorch, on any device and in any dtype; float64 is computed in float64."""

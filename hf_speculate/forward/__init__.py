@@ -20,5 +20,3 @@ from .scorer import Forward as Forward
 from .scorer import Nodes as Nodes
 from .scorer import Scorer as Scorer
 from .tree_forward import AcceptedPath as AcceptedPath
-from .tree_forward import text_entries as text_entries
-from .tree_forward import text_mask as text_mask

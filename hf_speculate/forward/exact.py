@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..attention import PerNodeAttention, Sizes, attending_per_node, depth_first, no_mask
+from ..attention import PerNodeAttention, Sizes, attending_per_node, depth_first
 from ..cache import TreeCache, as_cache, is_indexable
 from ..target import (
     GenerativeModel,
@@ -69,9 +69,8 @@ class ExactForward(Forward):
         )
         rows = tree.batch_size * tree.num_nodes
         sizes = {shape: of_shape for shape, of_shape in self._sizes.items() if rows not in of_shape}
-        mask = no_mask(scorer.device)
         kinds = scorer.layer_types
-        with attending_per_node(attention, sizes if rows > 1 else {}):
+        with attending_per_node(attention, sizes if rows > 1 else {}, scorer.device) as mask:
             return scorer.run_model(nodes, {kind.name: mask for kind in kinds} if len(kinds) > 1 else mask)
 
 

@@ -9,20 +9,18 @@ text, and gathers the hidden states along it. The host then reads one table (`Sc
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..attention import MaskForm, TreePlace, fold, placed
+from ..attention import CapturedMetadata, MaskForm
 from ..cache import as_cache
 from ..graphs import Stacks, static_cache
-from ..tree import PADDING_PARENT, ROOT_PARENT, TreePlan, additive
+from ..tree import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 
 # Columns of the plan: entries of a row's text, position id of its root, number of nodes; then tokens and parents.
@@ -112,28 +110,6 @@ class AcceptedPath:
             stack[:, rows, :, destinations] = stack[:, rows, :, sources]
 
 
-def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Bool[Tensor, "B M"]:
-    """Whether entries of whole buffers are in each row's text.
-
-    Args:
-        prompt: False for padding and holes of the prompt, True elsewhere.
-        lengths: number of entries of each row's text.
-    """
-    return (torch.arange(prompt.shape[1], device=prompt.device, dtype=torch.long) < lengths[:, None]) & prompt
-
-
-def text_mask(
-    prompt: Bool[Tensor, "B M"],
-    lengths: Int[Tensor, " B"],
-    slots: Int[Tensor, " S"],
-    seen: Bool[Tensor, "R N S"],
-    dtype: torch.dtype,
-) -> Float[Tensor, "B 1 N M"]:
-    """The additive mask of queries that see `text_entries`, and of the entries in `slots` those in `seen`."""
-    prefix = text_entries(prompt, lengths)[:, None].expand(-1, seen.shape[1], -1)
-    return additive(prefix.index_copy(2, slots, seen.expand(len(prefix), -1, -1))[:, None], dtype)
-
-
 @dataclass(frozen=True)
 class GraphNodes:
     """The nodes of a tree as tensors of static shape, read from a plan [B, NODES + 2 W].
@@ -170,9 +146,9 @@ class GraphNodes:
         positions, slots = plan[:, POSITION, None] + tree.depths, lengths.max() + numbers
         return cls(lengths, (raw_tokens, raw_parents), tokens, parents, tree, positions, slots)
 
-    def mask(self, prompt: Bool[Tensor, "B M"], dtype: torch.dtype) -> Float[Tensor, "B 1 W M"]:
-        """The additive mask over a whole buffer; see `text_mask`."""
-        return text_mask(prompt, self.lengths, self.slots, self.tree.ancestors, dtype)
+    def attention(self, inputs: Mapping[str, Tensor]) -> CapturedMetadata:
+        """The attention metadata of a forward over all nodes."""
+        return CapturedMetadata(inputs["prompt"], self.lengths, self.slots, self.tree.ancestors, inputs.get("starts"))
 
 
 def tree_forward(
@@ -202,7 +178,7 @@ def tree_forward(
     """
     nodes = GraphNodes.of(inputs["plan"], vocab_size)
     cache = static_cache(stacks, nodes.slots)
-    with _output_of(last_layer) as last, _masking(nodes, inputs, *attention) as mask:
+    with _output_of(last_layer) as last, nodes.attention(inputs).masking(*attention) as mask:
         output = model(
             input_ids=nodes.tokens,
             position_ids=nodes.positions,
@@ -225,20 +201,6 @@ def tree_forward(
             wanted["last"] = last[0]  # type: ignore[index]
         result["along"] = {layer: along.states(each) for layer, each in wanted.items()}
     return result
-
-
-@contextmanager
-def _masking(
-    nodes: GraphNodes, inputs: Mapping[str, Tensor], form: MaskForm, groups: int, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """A context that gives the mask of a forward, in the form for the model."""
-    make_mask = partial(nodes.mask, inputs["prompt"], dtype)
-    if form != "kernel":
-        yield fold(make_mask(), groups) if form == "folded" else make_mask()
-        return
-    place = TreePlace(inputs["starts"], nodes.lengths, nodes.slots[:1], nodes.tree.ancestors)
-    with placed(place, make_mask) as mask:
-        yield mask
 
 
 class _output_of:

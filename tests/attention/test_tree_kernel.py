@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from hf_speculate import triton_support
 from hf_speculate.attention import tree_kernel
-from hf_speculate.attention.tree_kernel import TreePlace, has_kernel
+from hf_speculate.attention.tree_kernel import DeviceTree, has_kernel
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, TreePlan
 
 from ..support.triton_kernels import compile_for_hopper
@@ -91,7 +91,7 @@ def random_inputs(shape, dtype, device="cpu", seed=0, shared=False):
         for low, high in ((starts[row], ends[row]), (base, base + num_real)):
             pair[:, row, low:high] = torch.randn(2, high - low, num_kv_heads, head_dim, dtype=dtype)
     keys, values = pair.to(device).transpose(2, 3)
-    place = TreePlace(
+    place = DeviceTree(
         torch.tensor(starts, device=device),
         torch.tensor(ends, device=device),
         torch.tensor(base, device=device),
@@ -221,7 +221,7 @@ def test_the_host_reads_shapes_only(launches, shared):
     """Tensors on the device `meta` have no values: whoever reads one raises."""
     query, keys, values, place = random_inputs(SHAPES[1], torch.bfloat16, shared=shared)
     query, keys, values, *others = (tensor.to("meta") for tensor in tensors_of(query, keys, values, place))
-    outputs = tree_attention(query, keys, values, TreePlace(*others))
+    outputs = tree_attention(query, keys, values, DeviceTree(*others))
     assert outputs.shape == (3, 2, 14, 64)
     with pytest.raises(RuntimeError, match="meta"):
         others[2].item()
@@ -249,7 +249,7 @@ def test_small_blocks_are_taken_where_enough_splits_are_left(monkeypatch, shape,
     monkeypatch.setattr(tree_kernel, "_kernels", lambda: (Kernel(), Kernel()))
     monkeypatch.setattr(tree_kernel, "tl", tl)
     inputs = [each.to("meta") for each in tensors_of(*random_inputs(shape, torch.bfloat16))]
-    tree_kernel.tree_attention(*inputs[:3], TreePlace(*inputs[3:]))
+    tree_kernel.tree_attention(*inputs[:3], DeviceTree(*inputs[3:]))
     (num_blocks, num_parts, _), constants = launches[0]
     assert constants["BLOCK_ROWS"] == rows
     assert num_blocks == -(-shape[1] // shape[2] * shape[3] // rows)

@@ -95,7 +95,9 @@ def check(round: Round) -> None:
     seen = torch.zeros(round.num_rows, WIDTH, CAPACITY, dtype=torch.bool)
     seen[:, :, :base] = visible_prefix(round.lengths, round.prompt[:, :base], base, seen.device)[:, None]
     seen[:, :, base : base + WIDTH] = reference.ancestors
-    assert torch.equal(nodes.mask(round.prompt, torch.float32), additive(seen[:, None], torch.float32))
+    assert torch.equal(
+        nodes.attention({"prompt": round.prompt}).additive(torch.float32), additive(seen[:, None], torch.float32)
+    )
 
     along, paths = AcceptedPath.of(nodes.tokens, nodes.parents, nodes.tree, round.chosen), round.paths()
     assert [row[:count] for row, count in zip(along.nodes.tolist(), along.counts.tolist(), strict=True)] == paths

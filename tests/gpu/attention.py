@@ -181,7 +181,7 @@ def tree_kernel(setting: Setting) -> Callable[[Case], Way] | None:
     def make(case: Case) -> Way:
         prefix = case.context - case.nodes
         index = partial(torch.tensor, device=case.device)
-        place = module.TreePlace(index([0]), index([prefix]), index([prefix]), case.ancestors)
+        place = module.DeviceTree(index([0]), index([prefix]), index([prefix]), case.ancestors)
 
         def call(copy: int) -> Tensor:
             return attend(case.query, *case.pairs[copy], place).transpose(1, 2)  # from [B, N, H, D]

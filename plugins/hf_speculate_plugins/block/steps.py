@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_speculate.attention import text_entries
 from hf_speculate.drafting import DraftState, Warpers
-from hf_speculate.forward import AcceptedPath, text_entries
+from hf_speculate.forward import AcceptedPath
 from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree

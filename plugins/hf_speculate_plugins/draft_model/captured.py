@@ -11,20 +11,18 @@ as many tokens as a whole accepted path has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hf_speculate.attention import TreePlace, fold, placed, prompt_starts, tree_backends
+from hf_speculate.attention import CapturedMetadata, prompt_starts, tree_backends
 from hf_speculate.cache import PreallocatedLayer, as_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_children
-from hf_speculate.forward import AcceptedPath, Scorer, problem_with_capture, problem_with_graph, text_mask
+from hf_speculate.forward import AcceptedPath, Scorer, problem_with_capture, problem_with_graph
 from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of, static_cache
 from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
 from hf_speculate.transfers import copy_to_device
@@ -137,7 +135,10 @@ class _Levels:
             slots: index of each token's entry.
             seen_slots: indices of the entries that `seen` is about.
         """
-        with self._masking(seen_slots, seen) as mask:
+        starts = self.inputs.get("starts")
+        metadata = CapturedMetadata(self.inputs["prompt"], self.lengths, seen_slots, seen, starts)
+        form = "kernel" if starts is not None else "folded" if self.groups > 1 else "stock"
+        with metadata.masking(form, self.groups, self.stacks[0].dtype) as mask:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -147,17 +148,6 @@ class _Levels:
                 return_dict=True,
             )
         return output.logits[..., : self.vocab_size]
-
-    @contextmanager
-    def _masking(self, seen_slots: Int[Tensor, " S"], seen: Bool[Tensor, "R N S"]) -> Iterator[Tensor]:
-        """A context that gives the mask of a forward, in the form for the model."""
-        make_mask = partial(text_mask, self.inputs["prompt"], self.lengths, seen_slots, seen, self.stacks[0].dtype)
-        if (starts := self.inputs.get("starts")) is not None:
-            with placed(TreePlace(starts, self.lengths, seen_slots[:1], seen), make_mask) as mask:
-                yield mask
-        else:
-            mask = make_mask()
-            yield fold(mask, self.groups) if self.groups > 1 else mask
 
     def _scores(self, logits: Tensor, depth: int) -> Tensor:
         noise = self.inputs.get("noise")

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hf_speculate.attention import TreePlace
+from hf_speculate.attention import CapturedMetadata
 from hf_speculate.drafting import DraftState, Warpers, rank_children
-from hf_speculate.forward import AcceptedPath, text_mask
+from hf_speculate.forward import AcceptedPath
 from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree, TreePlan
@@ -137,10 +137,10 @@ def _attention(
         seen: bool [B or 1, N, S].
     """
     cache = static_cache(stacks, slots)
-    if (starts := inputs.get("starts")) is not None:
-        return PlacedAttention(cache, TreePlace(starts, lengths, seen_slots[:1], seen))
-    mask = text_mask(inputs["prompt"], lengths, seen_slots, seen, stacks[0].dtype)
-    return CachedAttention(cache, [mask] * len(stacks[0]))
+    metadata = CapturedMetadata(inputs["prompt"], lengths, seen_slots, seen, inputs.get("starts"))
+    if metadata.starts is not None:
+        return PlacedAttention(cache, metadata.device_tree())
+    return CachedAttention(cache, [metadata.additive(stacks[0].dtype)] * len(stacks[0]))
 
 
 class _Levels:

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_speculate.attention import TreePlace, tree_attention, tree_backends
+from hf_speculate.attention import DeviceTree, tree_attention, tree_backends
 from hf_speculate.drafting import finite
 from hf_speculate.errors import CheckpointError
 from hf_speculate.target import output_rows, unhooked
@@ -97,7 +97,7 @@ class PlacedAttention:
         place: position of the new entries, and what they see.
     """
 
-    def __init__(self, cache: Cache, place: TreePlace):
+    def __init__(self, cache: Cache, place: DeviceTree):
         self.cache, self.place = cache, place
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
