@@ -30,6 +30,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HEADS = {"pycoder": "pycoder-eagle3+suffix", **{name: target.head for name, target in NAMED_TARGETS.items()}}
 PROMPTS = {
     "pycoder": ["import argparse\n\n\ndef main():\n", "class Stack:\n    def push(", "def read_config(path):\n    "],
+    "qwen2.5-coder-0.5b": [
+        "Write a Python function that reverses a linked list.",
+        "Write a Python function that counts the words of a file.",
+        "Write a Python class for a stack with push and pop.",
+    ],
     "": ["Why does bread rise when it is baked?", "Name five trees.", "Write a Python function that adds two numbers."],
 }
 
@@ -71,13 +76,22 @@ def worker(target: str, is_speculative: bool, num_tokens: int, shift: int) -> No
         speculator = hf_speculate.AutoSpeculator.from_pretrained(EXAMPLES / HEADS[target], target=model)
     seconds = []
     for call in range(CALLS):
-        ids = tokenizer(prompts[(call + shift) % len(prompts)], return_tensors="pt")["input_ids"]
+        ids = prompt_ids(tokenizer, prompts[(call + shift) % len(prompts)])
         options = fixed_length(num_tokens) | {"do_sample": False, "attention_mask": torch.ones_like(ids)}
         first, began = FirstToken(), time.perf_counter()
         model.generate(ids, speculator=speculator, streamer=first, **options)
         ended = time.perf_counter()
         seconds.append((ended - began, ended - first.seconds))
     say_json(seconds)
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> Any:
+    """Token ids [1, P] of a prompt, as a user's message where the tokenizer has a chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    message = {"role": "user", "content": prompt}
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template([message], **options)["input_ids"]
 
 
 @contextmanager

@@ -251,7 +251,7 @@ def wait_for(condition, process, seconds=120.0):
 
 def test_messages_are_printed_by_one_process_only(recipe, tmp_path):
     printed = launched(recipe("two", processes=2, training={"max_steps": 2, "eval_steps": 2, "disable_tqdm": False}))
-    for said in ("training data ", " holds the head: ", "'train_loss'"):
+    for said in ("training data ", " holds the head: ", "mean loss "):
         lines = [line for line in printed.splitlines() if said in line]
         assert len(lines) == 1, lines
 
