@@ -1,8 +1,8 @@
 """Attention over draft trees: which entries each node sees, and how that is computed.
 
 `AttentionMetadata` says it for a forward of any model or head, `CapturedMetadata` for captured ones. `grouped` is the
-attention of most forwards, `tree_kernel` that of captured ones on a GPU, `per_node` that of exact ones: the last two are
-found by `in_progress`.
+attention of most forwards, `tree_kernel` that of captured ones on a GPU, `per_node` that of exact ones. The last two
+learn by `in_progress` what nodes see.
 """
 
 from .backends import backends_in_use as backends_in_use
