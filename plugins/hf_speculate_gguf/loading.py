@@ -82,7 +82,7 @@ def load_gguf(
 
     Args:
         path_or_repo: a file (the first one of a model in parts); or a folder or Hub repository that holds `gguf_file`;
-            or the name of one ("smollm2", "qwen2.5-coder-0.5b", see `hf_speculate.models`).
+            or the name of one ("smollm2", "qwen2.5-coder-0.5b", see `hf_speculate_gguf.named`).
         gguf_file: name of the file in a folder or repository.
         dtype: dtype of everything that is not packed, and of products.
         device: device of the weights; None: the CPU.
