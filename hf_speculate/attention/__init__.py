@@ -22,9 +22,8 @@ from .per_node import PerNodeAttention as PerNodeAttention
 from .per_node import Sizes as Sizes
 from .per_node import attending_per_node as attending_per_node
 from .per_node import depth_first as depth_first
-from .prefix import num_left_padding as num_left_padding
+from .prefix import prefix_mask as prefix_mask
 from .prefix import prompt_starts as prompt_starts
-from .prefix import visible_prefix as visible_prefix
 from .ranges import TreeMask as TreeMask
 from .tree_kernel import DeviceTree as DeviceTree
 from .tree_kernel import tree_attention as tree_attention

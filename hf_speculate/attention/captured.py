@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..tree import additive
-from .grouped import KernelAttention, MaskForm, fold
-from .in_progress import attending
-from .tree_kernel import DeviceTree
+from .grouped import MaskForm, does_more, fold
+from .in_progress import StockAttention, attending
+from .tree_kernel import DeviceTree, tree_attention
 
 
 def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Bool[Tensor, "B M"]:
@@ -25,6 +26,27 @@ def text_entries(prompt: Bool[Tensor, "B M"], lengths: Int[Tensor, " B"]) -> Boo
         lengths: number of entries of each row's text.
     """
     return (torch.arange(prompt.shape[1], device=prompt.device, dtype=torch.long) < lengths[:, None]) & prompt
+
+
+@dataclass(frozen=True, eq=False)
+class KernelAttention:
+    """Attention of one tree by the kernel (`tree_kernel`).
+
+    Attributes:
+        tree: position of the tree, and what its nodes see.
+        make_mask: function that makes the additive mask, for attentions with more than the kernel computes.
+    """
+
+    tree: DeviceTree
+    make_mask: Callable[[], Tensor]
+
+    def attend(
+        self, stock: StockAttention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """The result of `stock` with the additive mask."""
+        if does_more(kwargs):
+            return stock(module, query, key, value, self.make_mask(), **kwargs)
+        return tree_attention(query, key, value, self.tree, kwargs.get("scaling")), None
 
 
 @dataclass(frozen=True, eq=False)

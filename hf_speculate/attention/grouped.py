@@ -10,17 +10,15 @@ On GPUs a captured forward passes no mask, but the sentinel (`in_progress`): a k
 (`tree_kernel`).
 
 The mask itself shows its form: folded ones are 4-D with G x N rows for N queries (`fold`), or have no columns if
-nothing is hidden. No other code makes such masks. `grouped_sdpa` is registered for
-"sdpa" in transformers' AttentionInterface and passes all other masks to stock unchanged. No config is changed. The
-plain reference is stock with the mask before it was folded.
+nothing is hidden. No other code makes such masks. `grouped_sdpa` is registered for "sdpa" in transformers'
+AttentionInterface and passes all other masks to stock unchanged. No config is changed. The plain reference is stock
+with the mask before it was folded.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
@@ -34,8 +32,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..compatibility import incompatible
 from ..errors import SpeculateError
 from ..target import GenerativeModel, decoder_of
-from .in_progress import StockAttention, attention_in_progress, is_sentinel
-from .tree_kernel import DeviceTree, has_kernel, tree_attention
+from .in_progress import attention_in_progress, is_sentinel
+from .tree_kernel import has_kernel
 
 
 MaskForm = Literal["stock", "folded", "kernel"]
@@ -197,28 +195,7 @@ def _unfold(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return functional.pad(mask[:, :, :num_queries], (num_keys - mask.shape[-1], 0))
 
 
-@dataclass(frozen=True, eq=False)
-class KernelAttention:
-    """Attention of one tree by the kernel (`tree_kernel`).
-
-    Attributes:
-        place: position of the tree, and what its nodes see.
-        make_mask: function that makes the additive mask, for attentions with more than the kernel computes.
-    """
-
-    place: DeviceTree
-    make_mask: Callable[[], Tensor]
-
-    def attend(
-        self, stock: StockAttention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        """The result of `stock` with the additive mask."""
-        if _does_more(kwargs):
-            return stock(module, query, key, value, self.make_mask(), **kwargs)
-        return tree_attention(query, key, value, self.place, kwargs.get("scaling")), None
-
-
-def _does_more(kwargs: dict[str, Any]) -> bool:
+def does_more(kwargs: dict[str, Any]) -> bool:
     """Whether an attention does more than scale, mask and mix."""
     return bool(kwargs.get("dropout")) or any(
         kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")
@@ -247,7 +224,7 @@ def grouped_sdpa(
     batch_size, num_heads, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
     rows = num_heads // num_kv_heads * num_queries
-    if attention_mask.shape[2] != rows or _does_more(kwargs):
+    if attention_mask.shape[2] != rows or does_more(kwargs):
         mask = _unfold(attention_mask, num_queries, num_keys)
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     scale = kwargs.get("scaling")

@@ -1,7 +1,7 @@
 """The attention of the forward in progress, where a mask cannot say what nodes see.
 
-Modules pass on a mask without rows, the sentinel, and an attention that meets it asks here. So what a node sees reaches
-the attention of every layer on one way, whatever computes it.
+Modules pass on the sentinel, a mask without rows. An attention that gets it asks here what computes the layer, and so
+learns what each node sees.
 """
 
 from __future__ import annotations

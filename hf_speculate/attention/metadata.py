@@ -17,7 +17,7 @@ from torch import Tensor
 from ..target import LayerType
 from ..transfers import to_device
 from ..tree import DraftTree, TreePlan, node_depths
-from .prefix import num_left_padding, visible_prefix
+from .prefix import num_left_padding, prefix_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +58,10 @@ class AttentionMetadata:
         """The nodes among themselves. A tree on the host may need none, so it is made when it is asked for."""
         return self.tree if isinstance(self.tree, TreePlan) else self.tree.plan
 
-    @property
-    def has_holes(self) -> bool:
-        """Whether some entries before the tree are padding, or holes after the end of a row."""
-        return self.prompt_mask is not None or len(set(self.lengths)) > 1
-
     @cached_property
     def visible_prefix(self) -> Bool[Tensor, "R M"] | None:
         """The real ones of the M entries before the tree; None if all are."""
-        if not self.has_holes:
-            return None
-        return visible_prefix(self.lengths, self.prompt_mask, self.num_prefix, self.device)
+        return prefix_mask(self.lengths, self.prompt_mask, self.num_prefix, self.device)
 
     def positions(self) -> Int[Tensor, "R n"]:
         """Position ids of the new nodes."""
@@ -76,13 +69,11 @@ class AttentionMetadata:
         if self.num_nodes == 1:
             return to_device(roots, self.device)
         if isinstance(self.tree, DraftTree) and self.tree.is_small:
-            of_rows = zip(self.root_positions, self.tree.host.parents, strict=True)
-            return to_device([[root + depth for depth in self._new_depths(row)] for root, row in of_rows], self.device)
+            new_depths = [node_depths(parents)[self.num_cached :] for parents in self.tree.host.parents]
+            of_rows = zip(self.root_positions, new_depths, strict=True)
+            return to_device([[root + depth for depth in depths] for root, depths in of_rows], self.device)
         depths = self.plan.depths[:, self.num_cached :]
         return to_device(to_device(roots, depths.device) + depths, self.device)
-
-    def _new_depths(self, parents: Sequence[int]) -> list[int]:
-        return node_depths(parents)[self.num_cached :]
 
     def additive(self, layer_type: LayerType, dtype: torch.dtype, first: int = 0) -> Float[Tensor, "Q 1 n S"]:
         """The additive mask of the new nodes in layers of one type: 0 or the smallest number of `dtype`.

@@ -44,3 +44,12 @@ def visible_prefix(
         width = min(prompt_mask.shape[1], num_entries)
         visible[:, :width] &= to_device(prompt_mask[:, :width], device)
     return visible
+
+
+def prefix_mask(
+    lengths: Sequence[int], prompt_mask: Tensor | None, num_entries: int, device: torch.device
+) -> Tensor | None:
+    """`visible_prefix` of a cache whose longest row has `num_entries` entries; None if all of them are real."""
+    if prompt_mask is None and min(lengths) == max(lengths):
+        return None
+    return visible_prefix(lengths, prompt_mask, num_entries, device)

@@ -56,14 +56,14 @@ class ExactForward(Forward):
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
         """The model's output. Each node's attention is computed alone, so the model gets an empty mask."""
-        tree, cache = nodes.tree, scorer.cache
+        tree, metadata = nodes.tree, scorer.metadata(nodes)
         if nodes.num_cached:
             raise ValueError("an exact forward runs a whole tree.")
         attention = PerNodeAttention(
-            base=cache.append_index,
+            base=metadata.num_prefix,
             visits=[depth_first(parents) for parents in tree.host.parents],
-            lengths=cache.present_lengths,
-            prompt_mask=None if self._stock_mask is None else self._stock_mask[list(cache.rows)],
+            lengths=metadata.lengths,
+            prompt_mask=None if self._stock_mask is None else self._stock_mask[list(scorer.cache.rows)],
             windows=self._windows,
             mask_dtype=self._mask_dtype,
         )
@@ -71,7 +71,7 @@ class ExactForward(Forward):
         sizes = {shape: of_shape for shape, of_shape in self._sizes.items() if rows not in of_shape}
         kinds = scorer.layer_types
         with attending_per_node(attention, sizes if rows > 1 else {}, scorer.device) as mask:
-            return scorer.run_model(nodes, {kind.name: mask for kind in kinds} if len(kinds) > 1 else mask)
+            return scorer.run_model(nodes, metadata, {kind.name: mask for kind in kinds} if len(kinds) > 1 else mask)
 
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

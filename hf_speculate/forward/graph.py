@@ -8,9 +8,9 @@ graph. The plain reference is `Forward`, which also runs what has no graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from ..graphs import Buffers, GraphRunner, PromptMasks, can_capture, capacity_fo
 from ..target import has_foreign_hooks, has_length_dependent_rope, has_native_layers, num_embeddings
 from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
+from ..verification import BatchedChoice, ChoiceInputs, ScoredTable
 from .scorer import Forward, Nodes, Scorer
-from .tree_forward import NODES, Choice, ScoredTable, tree_forward
+from .tree_forward import NODES, tree_forward
 
 
 NODE_BUCKETS = (1, 8, 16, 32, 64, 128)
@@ -38,24 +39,6 @@ def _widths(num_nodes: int) -> list[int]:
     return [bucket for bucket in NODE_BUCKETS if bucket >= num_nodes][:2]
 
 
-class ChoiceInputs(Protocol):
-    """Inputs of a choice that change from round to round."""
-
-    def fit(self, tree: DraftTree) -> bool:
-        """Whether the inputs can be made for a tree."""
-        ...
-
-    def fill(
-        self,
-        make: Callable[[Hashable, Sequence[int], torch.dtype], Tensor],
-        tree: DraftTree,
-        width: int,
-        num_columns: int,
-    ) -> dict[str, Tensor]:
-        """The inputs in buffers that `make` gives, for `width` nodes and `num_columns` scores each."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class GraphUse:
     """A request's use of its scored trees.
@@ -68,7 +51,7 @@ class GraphUse:
         shows_cache: whether others get the cache. Then they get copies, as the next request uses the buffers.
     """
 
-    choice: Choice | None = None
+    choice: BatchedChoice | None = None
     choice_inputs: ChoiceInputs | None = None
     keeps_outputs: bool = False
     last_layer: nn.Module | None = None
@@ -223,7 +206,7 @@ class GraphForward(Forward):
             self._starts = [] if starts is None else [starts]
         return self._starts[0] if self._starts else None
 
-    def _choice(self, tree: DraftTree) -> Choice | None:
+    def _choice(self, tree: DraftTree) -> BatchedChoice | None:
         """The choice, if it can be made for this tree."""
         use = self._use
         return use.choice if use.choice_inputs is not None and use.choice_inputs.fit(tree) else None

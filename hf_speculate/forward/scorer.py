@@ -75,8 +75,9 @@ class Forward:
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
         """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes."""
-        mask = scorer.arranged_mask(nodes)
-        output = scorer.run_model(nodes, mask)
+        metadata = scorer.metadata(nodes)
+        mask = scorer.arranged_mask(nodes, metadata)
+        output = scorer.run_model(nodes, metadata, mask)
         scorer.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
         return output
 
@@ -169,14 +170,13 @@ class Scorer:
         """A context for forwards of the request: of its prompt and of trees."""
         return nullcontext() if self.forward.keeps_backends else tree_backends(self.device)
 
-    def run_model(self, nodes: Nodes, mask: Mask | TreeMask) -> Any:
-        """The model's output for nodes under a mask."""
+    def run_model(self, nodes: Nodes, metadata: AttentionMetadata, mask: Mask | TreeMask) -> Any:
+        """The model's output for nodes at the positions of `metadata`, under a mask."""
         tokens, num_cached = nodes.tree.token_ids, nodes.num_cached
         count = nodes.tree.num_nodes - num_cached
         inputs = {**self.forward_kwargs, **nodes.forward_kwargs}
         if self.takes_position_ids:
-            positions = self.metadata(nodes.tree, num_cached, nodes.root_positions).positions()
-            inputs["position_ids"] = self.of_all_kinds(positions)
+            inputs["position_ids"] = self.of_all_kinds(metadata.positions())
         if self.token_kwargs:
             inputs |= self.for_tokens(count)
         return self.model(
@@ -189,30 +189,29 @@ class Scorer:
             **inputs,
         )
 
-    def metadata(self, tree: DraftTree, num_cached: int = 0, root_positions: Sequence[int] = ()) -> AttentionMetadata:
-        """The metadata of a forward over `tree`. Arguments: see `Nodes`."""
+    def metadata(self, nodes: Nodes) -> AttentionMetadata:
+        """The metadata of a forward over nodes."""
         return AttentionMetadata(
-            tree,
+            nodes.tree,
             self.cache.present_lengths,
             self.cache.append_index,
             self.device,
-            num_cached,
+            nodes.num_cached,
             self.prompt_mask,
-            [root_positions[row] for row in self.cache.rows] if root_positions else (),
+            [nodes.root_positions[row] for row in self.cache.rows],
         )
 
-    def arranged_mask(self, nodes: Nodes) -> Mask | TreeMask:
+    def arranged_mask(self, nodes: Nodes, metadata: AttentionMetadata) -> Mask | TreeMask:
         """The mask in the form for the model, or the tree alone if the model can take it."""
-        tree, metadata = nodes.tree, self.metadata(nodes.tree, nodes.num_cached)
+        tree, sees_prefix = nodes.tree, metadata.visible_prefix is None and not self.has_windows
+        arrange = partial(self._arranged, metadata, sees_prefix)
         is_whole = self.shape == "tree" and not nodes.num_cached and tree.num_nodes > 1
-        sees_prefix = not metadata.has_holes and not self.has_windows
         if not is_whole or not sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
-            return self._arranged(metadata)
-        return TreeMask(tree.host.parents, metadata.num_prefix, partial(self._arranged, metadata))
+            return arrange()
+        return TreeMask(tree.host.parents, metadata.num_prefix, arrange)
 
-    def _arranged(self, metadata: AttentionMetadata) -> Mask:
-        sees_prefix = not metadata.has_holes and not self.has_windows
-        return self.attention.arrange(self._mask(metadata), metadata.num_nodes, sees_prefix)
+    def _arranged(self, metadata: AttentionMetadata, sees_prefix: bool) -> Mask:
+        return self.attention.arrange(self.mask(metadata), metadata.num_nodes, sees_prefix)
 
     def of_all_kinds(self, positions: Tensor) -> Tensor:
         """Position ids [R, N] of the present rows as the model takes them: [kinds, R, N] if it has several kinds."""
@@ -270,17 +269,14 @@ class Scorer:
         """Advances the cache to everything committed, if it lags behind."""
         self.forward.settle(self)
 
-    def mask(self, tree: DraftTree, num_cached: int = 0) -> Tensor | dict[str, Tensor] | None:
-        """The attention mask of a forward over the nodes of `tree` from `num_cached` on.
+    def mask(self, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor] | None:
+        """The attention mask of a forward.
 
         Returns:
             None for a root alone after a prefix without holes (the stock decoding step). int64 [B, M + N] for chains
-            under the model's own causal mask. Additive [B, 1, N - num_cached, M + N] for trees, by layer type if there
-            are several. M is the number of entries that the layers show.
+            under the model's own causal mask. Additive [B, 1, n, M + N] for the n new nodes of trees, by layer type if
+            there are several. M is the number of entries that the layers show.
         """
-        return self._mask(self.metadata(tree, num_cached))
-
-    def _mask(self, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor] | None:
         visible, num_nodes = metadata.visible_prefix, metadata.num_nodes
         if visible is None and (num_nodes == 1 or self.shape == "chain"):
             return None

@@ -2,71 +2,30 @@
 
 Everything that changes from round to round comes in as tensors: where rows end, the tokens and parents of the nodes,
 how many of them there are. Positions, mask and slots are made inside. If the request's sampler can choose all tokens at
-once (`Choice`), the function also finds the accepted path of every row, moves its KV entries to the end of the row's
-text, and gathers the hidden states along it. The host then reads one table (`ScoredTable`).
+once (`BatchedChoice`), the function also finds the accepted path of every row, moves its KV entries to the end of the
+row's text, and gathers the hidden states along it. The host then reads one table (`ScoredTable`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..attention import CapturedMetadata, MaskForm
 from ..cache import as_cache
 from ..graphs import Stacks, static_cache
 from ..tree import PADDING_PARENT, ROOT_PARENT, TreePlan
+from ..verification import BatchedChoice
 
 
 # Columns of the plan: entries of a row's text, position id of its root, number of nodes; then tokens and parents.
 LENGTH, POSITION, COUNT, NODES = range(4)
-
-
-@runtime_checkable
-class Choice(Protocol):
-    """The choice of the token after every node, as a function of tensors.
-
-    Attributes:
-        key: value that is equal for choices that launch the same kernels.
-    """
-
-    key: Hashable
-
-    def __call__(
-        self,
-        logits: Float[Tensor, "B N V"],
-        tokens: Int[Tensor, "B N"],
-        tree: TreePlan,
-        inputs: Mapping[str, Tensor],
-    ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " B"]]:
-        """The chosen tokens, and whether the scores of a row cannot be trusted."""
-        ...
-
-
-@dataclass(frozen=True)
-class ScoredTable:
-    """The result of a forward with a choice, in the form that the host reads at once.
-
-    Attributes:
-        words: int64 [B, 4 W + 1] on the device: chosen tokens, whether a row's scores cannot be trusted, and the tree's
-            tokens, parents and values (as 32 bits) as they came in.
-        width: W, the number of nodes that the forward ran.
-    """
-
-    words: Int[Tensor, "B K"]
-    width: int
-
-    def read(self) -> tuple[list[list[int]], list[bool], list[list[list[Any]]]]:
-        """Chosen tokens, marks of rows, and tokens, parents and values of the tree. Waits for the device."""
-        words, width = self.words.cpu(), self.width
-        chosen, tainted, tokens, parents, bits = words.split([width, 1, width, width, width], dim=1)
-        tree = [tokens.tolist(), parents.tolist(), bits.int().view(torch.float32).tolist()]
-        return chosen.tolist(), tainted[:, 0].bool().tolist(), tree
 
 
 @dataclass(frozen=True)
@@ -157,7 +116,7 @@ def tree_forward(
     stacks: Stacks,
     inputs: Mapping[str, Tensor],
     options: Mapping[str, Any],
-    choice: Choice | None,
+    choice: BatchedChoice | None,
     vocab_size: int,
     attention: tuple[MaskForm, int, torch.dtype],
 ) -> dict[str, Any]:

@@ -69,8 +69,8 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     are_padded = stopping.has_eos and call.batch_size > 1 and (bool(lockstep) or sampler.records.are_kept)
     rows = Rows(sequences, stopping, lockstep=bool(lockstep), are_padded=are_padded, show_cache=call.shows_cache)
     if not scorer.forward.keeps_backends and (backends := backends_in_use(scorer.device)):
-        is_recorded = runner is not None and runner.backend is None
-        has_kernel = is_recorded and scorer.attention.captured_form(scorer.attention_dtype) == "kernel"
+        is_captured = runner is not None and runner.backend is None
+        has_kernel = is_captured and scorer.attention.captured_form(scorer.attention_dtype) == "kernel"
         stats.attention["kernel for trees, " * has_kernel + backends] += 1
     if runner is not None:
         scorer = with_graphs(scorer, runner, _graph_use(speculator, call, sampler, rows, stats))

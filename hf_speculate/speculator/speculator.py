@@ -246,7 +246,9 @@ class AutoSpeculator:
             return make_speculator(name, target, **options)
         engine, own = EngineOptions.split(options)  # check the options before weights are read
         target = unwrap(target)
-        return _prepared(load_drafter(name).for_target(target, **own), target, engine)
+        drafter = load_drafter(name).for_target(target, **own)
+        drafter.check_target(target)
+        return _prepared(drafter, target, engine)
 
     @staticmethod
     def from_pretrained(
@@ -296,6 +298,7 @@ class AutoSpeculator:
         )
         folder = head_folder(spec.source, folder, target)
         drafter = drafter_class_for(folder).from_folder(folder, target, **own)
+        drafter.check_target(target)
         drafter.calibration = CalibrationTable.load(folder)
         drafter.record = drafter.record_in(folder, target)
         return _prepared(drafter, target, engine)
@@ -303,7 +306,6 @@ class AutoSpeculator:
 
 def _prepared(drafter: Drafter, target: GenerativeModel, engine: EngineOptions) -> Speculator:
     """A speculator whose first request finds everything that it needs."""
-    drafter.check_target(target)
     speculator = Speculator(drafter, **vars(engine))
     drafter.prepare(target)
     if engine.constraints:

@@ -6,6 +6,7 @@ the text is stock's by construction. This package also keeps the text so far, it
 
 from .batched import BatchedChoice as BatchedChoice
 from .batched import ChoiceInputs as ChoiceInputs
+from .batched import ScoredTable as ScoredTable
 from .batched import reason_for_host as reason_for_host
 from .natively import most_probable as most_probable
 from .natively import stand_in as stand_in

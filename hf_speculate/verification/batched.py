@@ -8,7 +8,8 @@ penalty, because many instruct models set it by default. A table marks the token
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,7 +28,7 @@ from .sequences import Sequences
 _NOISE_LEVELS = 16
 
 # Processors that read no values on the host. (Eta and others check whether probabilities are valid.)
-_RECORDABLE = (
+_CAPTURABLE = (
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,
     lp.TopPLogitsWarper,
@@ -60,7 +61,7 @@ def _can_capture(processor: Any) -> bool:
     if type(processor) is _PENALTY:
         return True
     has_tensors = any(isinstance(value, Tensor) for value in vars(processor).values())  # keys do not hold their values
-    return type(processor) in _RECORDABLE and not has_tensors
+    return type(processor) in _CAPTURABLE and not has_tensors
 
 
 class BatchedChoice:
@@ -209,16 +210,28 @@ def fill_noise(sampler: Sampler, num_emitted: Sequence[int], count: int, out: Fl
     torch.stack(rows, out=out[:count].view(len(rows), -1))
 
 
-@runtime_checkable
-class Table(Protocol):
-    """The tokens that a forward has chosen after all nodes of a tree (`scoring.ScoredTable`)."""
+@dataclass(frozen=True)
+class ScoredTable:
+    """The result of a forward with a choice, in the form that the host reads at once.
+
+    Attributes:
+        words: int64 [B, 4 W + 1] on the device: chosen tokens, whether a row's scores cannot be trusted, and the tree's
+            tokens, parents and values (as 32 bits) as they came in.
+        width: W, the number of nodes that the forward ran.
+    """
+
+    words: Int[Tensor, "B K"]
+    width: int
 
     def read(self) -> tuple[list[list[int]], list[bool], list[list[list[Any]]]]:
-        """Chosen tokens, whether a row's scores cannot be trusted, and tokens, parents and values of the tree."""
-        ...
+        """Chosen tokens, marks of rows, and tokens, parents and values of the tree. Waits for the device."""
+        words, width = self.words.cpu(), self.width
+        chosen, tainted, tokens, parents, bits = words.split([width, 1, width, width, width], dim=1)
+        tree = [tokens.tolist(), parents.tolist(), bits.int().view(torch.float32).tolist()]
+        return chosen.tolist(), tainted[:, 0].bool().tolist(), tree
 
 
-def look_up(table: Table, tree: DraftTree, *, may_be_tainted: bool) -> Choose:
+def look_up(table: ScoredTable, tree: DraftTree, *, may_be_tainted: bool) -> Choose:
     """`Sampler.chooser` for tokens that the forward has chosen; reads them together with the tree, in one transfer.
 
     Raises:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..tree import DraftTree, HostTree
-from .batched import Table, look_up
+from .batched import ScoredTable, look_up
 from .sampler import Choose, Sampler
 from .sequences import Sequences
 from .stopping import Stopping
@@ -65,7 +65,7 @@ class Verifier:
         logits: Float[Tensor, "R N V"],
         tree: DraftTree,
         verdict: Verdict | None = None,
-        table: Table | None = None,
+        table: ScoredTable | None = None,
         *,
         may_be_tainted: bool = False,
     ) -> Verdict:

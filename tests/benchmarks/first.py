@@ -22,7 +22,7 @@ import typer
 
 from hf_speculate.errors import SpeculateError
 from hf_speculate_gguf.named import NAMED_TARGETS
-from hf_speculate_tools.commands import say, say_json
+from hf_speculate_tools.commands import chat_ids, say, say_json
 
 
 CALLS = 3
@@ -89,9 +89,7 @@ def prompt_ids(tokenizer: Any, prompt: str) -> Any:
     """Token ids [1, P] of a prompt, as a user's message where the tokenizer has a chat template."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")["input_ids"]
-    message = {"role": "user", "content": prompt}
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-    return tokenizer.apply_chat_template([message], **options)["input_ids"]
+    return chat_ids([{"role": "user", "content": prompt}], tokenizer)[None]
 
 
 @contextmanager

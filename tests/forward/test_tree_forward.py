@@ -14,9 +14,9 @@ from hf_speculate.attention.grouped import TreeAttention
 from hf_speculate.attention.prefix import visible_prefix
 from hf_speculate.cache import TreeCache
 from hf_speculate.forward import AcceptedPath, Scorer
-from hf_speculate.forward.tree_forward import NODES, GraphNodes, ScoredTable, tree_forward
+from hf_speculate.forward.tree_forward import NODES, GraphNodes, tree_forward
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, TreePlan, additive
-from hf_speculate.verification import BatchedChoice
+from hf_speculate.verification import BatchedChoice, ScoredTable
 
 from ..support.models import VOCAB_SIZE
 from ..support.tiers import quick

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_speculate import DraftTree, Speculator
+from hf_speculate.forward import Nodes
 from hf_speculate.target.positions import DepthLimit, has_length_dependent_rope
 from hf_speculate.testing import RandomDrafter
 
@@ -17,6 +18,10 @@ from ..support.requests import prefilled
 
 # eager's soft-max is fp32 whatever the model's dtype.
 TOLERANCE = {"sdpa": 1e-10, "eager": 5e-5}
+
+
+def mask_of(scorer, tree):
+    return scorer.mask(scorer.metadata(Nodes(tree, [0] * tree.batch_size, 0, {})))
 
 
 def path_to(tree, row, node):
@@ -106,34 +111,34 @@ class TestMaskForms:
     def test_a_tree_mask_is_additive_and_of_the_models_dtype(self, tiny_model, prompt, random_tree, attention, dtype):
         model = tiny_model(attention=attention, dtype=dtype)
         scorer, _ = prefilled(model, texts_of(prompt, 5))
-        mask = scorer.mask(random_tree(1, 1, VOCAB_SIZE))
+        mask = mask_of(scorer, random_tree(1, 1, VOCAB_SIZE))
         assert mask.dtype == dtype
         assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
 
     def test_under_autocast_it_is_of_the_dtype_of_the_keys(self, prompt, random_tree):
         with torch.autocast("cpu", torch.bfloat16):
             scorer, _ = prefilled(build_tiny_gpt2(), texts_of(prompt, 5))
-        assert scorer.mask(random_tree(1, 1, VOCAB_SIZE)).dtype == torch.bfloat16
+        assert mask_of(scorer, random_tree(1, 1, VOCAB_SIZE)).dtype == torch.bfloat16
 
     def test_a_root_over_a_prefix_without_holes_needs_no_mask(self, tiny_model, prompt):
         scorer, _ = prefilled(tiny_model(), texts_of(prompt, 5))
-        assert scorer.mask(DraftTree.root_only(torch.tensor([3]))) is None
+        assert mask_of(scorer, DraftTree.root_only(torch.tensor([3]))) is None
 
     def test_holes_and_padding_are_hidden_from_every_node(self, tiny_model, prompt):
         scorer, positions = prefilled(tiny_model(), texts_of(prompt, 3, 5))
         tree = DraftTree.chain(torch.tensor([[3, 4, 5], [6, 7, 8]]))
         scorer(tree, positions)
         scorer.cache.keep([[0], [0, 1, 2]])
-        mask = scorer.mask(DraftTree.root_only(torch.tensor([3, 4])))
+        mask = mask_of(scorer, DraftTree.root_only(torch.tensor([3, 4])))
         visible = (mask[:, 0, 0] == 0).long().tolist()
         assert visible == [[0, 0, 1, 1, 1, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]
 
     def test_chains_get_the_models_own_causal_mask(self, tiny_model, prompt):
         chain = DraftTree.chain(torch.tensor([[3, 4, 5], [6, 7, 8]]))
         scorer, _ = prefilled(tiny_model(), texts_of(prompt, 5, 5), shape="chain")
-        assert scorer.mask(chain) is None
+        assert mask_of(scorer, chain) is None
         scorer, _ = prefilled(tiny_model(), texts_of(prompt, 3, 5), shape="chain")
-        assert scorer.mask(chain).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8]
+        assert mask_of(scorer, chain).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8]
 
 
 class TestAttentionThatTakesNoTree:

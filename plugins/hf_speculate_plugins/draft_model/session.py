@@ -56,7 +56,7 @@ class DraftModelSession(DraftSession):
         # The target may have tokens that the draft model lacks, usually padding rows. Any other token replaces them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
         self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask
-        self._recorded = captured_drafts(self.scorer, request, options, mask)
+        self._captured = captured_drafts(self.scorer, request, options, mask)
         self._num_prompt = num_prompt
         self._has_read_prompt = False
         self._texts: list[list[int]] = [[] for _ in range(batch_size)]
@@ -79,7 +79,7 @@ class DraftModelSession(DraftSession):
             text.extend(row[:length])
 
     def draft(self, state: DraftState) -> DraftTree:
-        return self._draft_recorded(state) or self._draft(state, self.options.depth)
+        return self._draft_captured(state) or self._draft(state, self.options.depth)
 
     def ahead(self, state: DraftState, path: Sequence[int]) -> DraftTree:
         text = self._texts[0]
@@ -90,17 +90,17 @@ class DraftModelSession(DraftSession):
         finally:
             del text[num_committed:]
 
-    def _draft_recorded(self, state: DraftState) -> DraftTree | None:
+    def _draft_captured(self, state: DraftState) -> DraftTree | None:
         """The draft of one captured function; None if that is not possible."""
         depth, top_k = min(self.options.depth, state.max_depth), 1 if state.chains_only else self.options.top_k
-        if self._recorded is None or depth < 1:
+        if self._captured is None or depth < 1:
             return None
         self._note_chain()
         new = self._uncached()
-        if not self._recorded.can_read(new.values()):
+        if not self._captured.can_read(new.values()):
             self._feed_committed()
             new = self._uncached()  # the root alone
-        draft = self._recorded.draft(list(new.values()), self._positions, state, depth, top_k)
+        draft = self._captured.draft(list(new.values()), self._positions, state, depth, top_k)
         if draft is not None:
             self._note_cached(new)
         return draft
@@ -109,7 +109,7 @@ class DraftModelSession(DraftSession):
         self._note_chain()
         limit = self._depth_limit([row for row, is_active in enumerate(state.active) if is_active])
         if limit is not None:
-            if self._recorded is None:  # captured drafts have all rows
+            if self._captured is None:  # captured drafts have all rows
                 self.scorer.leave_out([row for row, is_active in enumerate(state.active) if not is_active])
             limit = self._depth_limit(self.cache.rows)  # rows that have ended may have stayed
         if limit is None:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hf_speculate.attention import AttentionMetadata, visible_prefix
+from hf_speculate.attention import AttentionMetadata, prefix_mask
 from hf_speculate.cache import TreeCache
 from hf_speculate.drafting import DraftRequest
 from hf_speculate.target import LayerType
@@ -133,9 +133,7 @@ class HeadCache:
 
     def visible(self) -> Bool[Tensor, "B M"] | None:
         """Mask of the M committed entries that are real; None if all are."""
-        if self.prompt_mask is None and not self.tree_cache.is_ragged:
-            return None
-        return visible_prefix(self.tree_cache.lengths, self.prompt_mask, self.tree_cache.append_index, self.head.device)
+        return prefix_mask(self.tree_cache.lengths, self.prompt_mask, self.tree_cache.append_index, self.head.device)
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Commits the first `lengths[r]` entries of each row that were appended."""
@@ -179,7 +177,7 @@ class HeadCache:
         plan = metadata.plan
         is_chain = plan.num_nodes == plan.max_depth + 1
         is_step = is_chain and plan.num_nodes == metadata.num_cached + 1
-        if is_step and not metadata.has_holes and not self.has_windows:
+        if is_step and metadata.visible_prefix is None and not self.has_windows:
             return [None] * len(self._layers)
         return [metadata.additive(layer, self.head.dtype) for layer in self._layers]
 
