@@ -15,7 +15,6 @@ from .grouped import TreeAttention as TreeAttention
 from .grouped import fold as fold
 from .grouped import grouped_sdpa as grouped_sdpa
 from .grouped import kernel_fits as kernel_fits
-from .grouped import takes_tree_masks as takes_tree_masks
 from .grouped import uninstall_attention as uninstall_attention
 from .metadata import AttentionMetadata as AttentionMetadata
 from .per_node import PerNodeAttention as PerNodeAttention

@@ -72,12 +72,6 @@ def _attentions() -> Any:
     return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
 
 
-def takes_tree_masks(model: GenerativeModel) -> bool:
-    """Whether a model's forward takes a `TreeMask`, and no hook sees the arguments first."""
-    forward = vars(model).get("forward")
-    return getattr(forward, "takes_tree_masks", False) and not (model._forward_hooks or model._forward_pre_hooks)
-
-
 class TreeAttention:
     """The form in which a model gets its tree masks.
 

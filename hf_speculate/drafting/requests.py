@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.cache_utils import Cache
 
+from ..stats import RunnerRecord
 from ..target import GenerativeModel
 from ..transfers import to_device
 from ..tree import DraftTree
@@ -47,6 +48,7 @@ class DraftRequest:
             capture its own functions (`GraphRunner.run`).
         adapters: names of the target's active PEFT adapters, "" for none (`active_adapters`). What a drafter learns
             about acceptance holds for these only.
+        record: record of the runners of the drafter's forwards, which statistics show.
         processors: the request's logits processors, to be read, not called: their state belongs to the emitted text.
     """
 
@@ -63,6 +65,7 @@ class DraftRequest:
     adaptive: bool = True
     graph_runner: GraphRunner | None = None
     adapters: str = ""
+    record: RunnerRecord = field(default_factory=RunnerRecord)
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
 
     @property

@@ -1,7 +1,7 @@
 """The forwards of a target: a `Scorer` makes the inputs of a draft tree, and a `Forward` runs them.
 
-It runs plainly, as a captured graph (`graph`), bit for bit as single steps (`exact`), or from saved states of recurrent
-layers (`recurrent`).
+A `Forward` is what a round needs: a tree, single steps bit for bit (`exact`), or saved states of recurrent layers
+(`recurrent`). A `Runner` is how the model then runs: eagerly, or as a captured graph (`graph`).
 """
 
 from .exact import MAX_NATIVE_ROWS as MAX_NATIVE_ROWS
@@ -16,7 +16,9 @@ from .graph import with_graphs as with_graphs
 from .recurrent import has_recurrent_layers as has_recurrent_layers
 from .recurrent import target_scorer as target_scorer
 from .recurrent import target_shape as target_shape
+from .scorer import EagerRunner as EagerRunner
 from .scorer import Forward as Forward
 from .scorer import Nodes as Nodes
+from .scorer import Runner as Runner
 from .scorer import Scorer as Scorer
 from .tree_forward import AcceptedPath as AcceptedPath

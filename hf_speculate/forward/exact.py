@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..attention import PerNodeAttention, Sizes, attending_per_node, depth_first
 from ..cache import TreeCache, as_cache, is_indexable
+from ..stats import RunnerRecord
 from ..target import (
     GenerativeModel,
     counts_along_cache,
@@ -47,6 +48,7 @@ class ExactForward(Forward):
     keeps_backends = True
 
     def __init__(self, model: GenerativeModel, prompt_mask: Tensor | None, sizes: Sizes):
+        super().__init__()
         self._sizes = sizes
         whole = None if prompt_mask is None else prompt_mask.bool()
         self._stock_mask = None if whole is None or bool(whole.all()) else whole
@@ -265,12 +267,13 @@ def exact_scorer(
     sizes: Sizes,
     prompt_mask: Tensor | None = None,
     token_kwargs: Mapping[str, Tensor] | None = None,
+    record: RunnerRecord | None = None,
 ) -> Scorer:
     """A scorer with the bits of single steps. If a kernel of ours computes the layers, any scorer is exact."""
     if has_native_layers(model):
-        return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs)
+        return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs, record=record)
     forward = ExactForward(model, prompt_mask, sizes)
-    return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs, forward=forward)
+    return Scorer(model, cache, prompt_mask, token_kwargs=token_kwargs, forward=forward, record=record)
 
 
 class _Steps:

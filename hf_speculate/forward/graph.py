@@ -3,13 +3,13 @@
 A graph is for one number of nodes, one cache capacity and one batch size. Trees are padded to the next of a few sizes,
 and cache buffers have a power of two of entries. Everything else comes in as tensors with fixed addresses (`buffers`),
 most of it in one copy from the host, the *plan*. So texts may grow, and trees and requests may change, without another
-graph. The plain reference is `Forward`, which also runs what has no graph.
+graph. The plain reference is `EagerRunner`, which also runs what has no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from ..attention import MaskForm, prompt_starts
 from ..cache import PreallocatedLayer, as_cache
 from ..graphs import Buffers, GraphRunner, PromptMasks, can_capture, capacity_for, lease_of, pool_of
+from ..stats import GRAPH
 from ..target import has_foreign_hooks, has_length_dependent_rope, has_native_layers, num_embeddings
 from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
 from ..verification import BatchedChoice, ChoiceInputs, ScoredTable
-from .scorer import Forward, Nodes, Scorer
+from .scorer import EagerRunner, Forward, Nodes, Runner, Scorer
 from .tree_forward import NODES, tree_forward
 
 
@@ -75,7 +76,7 @@ def with_graphs(scorer: Scorer, runner: GraphRunner, use: GraphUse) -> Scorer:
     if problem:
         runner.refuse(problem)
         return scorer
-    scorer.forward = GraphForward(scorer, runner, use)
+    scorer.forward = Forward(GraphTreeRunner(scorer, runner, use), EagerRunner())
     return scorer
 
 
@@ -102,8 +103,8 @@ def problem_with_capture(model: Any) -> str:
     return "the model is in training mode" if model.training else ""
 
 
-class GraphForward(Forward):
-    """A captured or compiled forward.
+class GraphTreeRunner(Runner):
+    """Captured or compiled forwards.
 
     Args:
         scorer: scorer whose inputs it runs. `problem_with_graph` must be "" for it.
@@ -111,12 +112,13 @@ class GraphForward(Forward):
         use: the request's use of scored trees.
     """
 
+    name = GRAPH
     can_leave_rows_out = False  # another number of rows is another graph
     takes_unread = True
     widths = NODE_BUCKETS
 
     def __init__(self, scorer: Scorer, runner: GraphRunner, use: GraphUse):
-        self._runner, self._use = runner, use
+        self._runner, self._use, self.state = runner, use, runner.state
         self._pool = pool_of(scorer.model)
         self._vocab_size = num_embeddings(scorer.model)
         self._prompts = PromptMasks()
@@ -125,12 +127,9 @@ class GraphForward(Forward):
         self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
         lease_of(scorer.cache.cache, self._pool)
 
-    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any | None:
         tree, cache = nodes.tree, scorer.cache
         options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
-        if problem := self._problem(scorer, nodes, options):
-            self._runner.refuse(problem)
-            return self._plain(scorer, nodes)
         num_nodes, num_prefix = tree.num_nodes, cache.append_index
         choice = self._choice(tree)
         attention = self._attention(scorer)
@@ -147,19 +146,13 @@ class GraphForward(Forward):
             more = options, choice, self._vocab_size, attention
             return scorer.model, self._use.last_layer, *self._inputs(scorer, nodes, width, capacity), *more
 
-        def plain() -> Any:
-            return self._plain(scorer, nodes)
-
-        result = self._runner.run(scorer.model, scorer.device, key, tree_forward, inputs, plain)
-        if type(result) is not dict:  # that of the plain forward
-            return result
+        result = self._runner.run(scorer.model, scorer.device, key, tree_forward, inputs, lambda: None)
+        if result is None:
+            return None
         for layer in _layers(scorer):
             layer.length = num_prefix + num_nodes
         cache.has_moved = choice is not None
         return self._output(scorer, result, num_nodes, width)
-
-    def _plain(self, scorer: Scorer, nodes: Nodes) -> Any:
-        return super().run(scorer, replace(nodes, tree=nodes.tree.clamped))
 
     def _output(self, scorer: Scorer, result: dict[str, Any], num_nodes: int, width: int) -> Any:
         """The result in the form of the model's own output, with the attributes that only this forward has."""
@@ -181,7 +174,7 @@ class GraphForward(Forward):
             output.last = last if "words" in result else last.clone()
         return output
 
-    def settle(self, scorer: Scorer) -> None:
+    def release(self, scorer: Scorer) -> None:
         """Releases the buffers: plain `generate` makes its own when the cache grows."""
         for layer in _layers(scorer):
             layer.allocate = None
@@ -211,7 +204,8 @@ class GraphForward(Forward):
         use = self._use
         return use.choice if use.choice_inputs is not None and use.choice_inputs.fit(tree) else None
 
-    def _problem(self, scorer: Scorer, nodes: Nodes, options: Mapping[str, Any]) -> str:
+    def problem(self, scorer: Scorer, nodes: Nodes) -> str:
+        options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
         if scorer.token_kwargs:
             return f"arguments {sorted(scorer.token_kwargs)}"
         if nodes.num_cached or nodes.tree.num_nodes > NODE_BUCKETS[-1]:

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndF
 from ..cache import INDEXABLE, TreeCache, as_cache
 from ..compatibility.stock import RECURRENT_LAYERS, SLIDING_RECURRENT_LAYERS
 from ..errors import CacheStateError
+from ..stats import RunnerRecord
 from ..target import GenerativeModel, Shape, supported_shape
 from ..transfers import to_device
 from .scorer import Forward, Nodes, Scorer
@@ -190,6 +191,7 @@ class RecurrentForward(Forward):
     needs_equal_rows = True
 
     def __init__(self) -> None:
+        super().__init__()
         # position minus index of each row's entries; finished rows keep theirs
         self._shifts: Sequence[int] | None = None
 
@@ -231,13 +233,12 @@ class RecurrentForward(Forward):
             mask = torch.ones(len(token_ids), start + count, dtype=torch.long, device=device)
             width = min(scorer.prompt_mask.shape[1], start)
             mask[:, :width] = scorer.prompt_mask[:, :width]
-        return scorer.model(
+        return scorer.call_model(
             input_ids=to_device(token_ids, device),
             attention_mask=mask,
             **as_cache(scorer.cache.cache),
             use_cache=True,
             logits_to_keep=count,
-            return_dict=True,
             **({"position_ids": scorer.of_all_kinds(positions)} if scorer.takes_position_ids else {}),
             **scorer.for_tokens(count),
             **scorer.forward_kwargs,
@@ -264,9 +265,11 @@ def target_scorer(
     prompt_mask: Tensor | None = None,
     shape: Shape = "tree",
     token_kwargs: Mapping[str, Tensor] | None = None,
+    record: RunnerRecord | None = None,
 ) -> Scorer:
     """The scorer and cache that fit the layers of `cache`."""
+    options: dict[str, Any] = {"token_kwargs": token_kwargs, "record": record}
     if has_recurrent_layers(cache):
         own = RecurrentCache(cache, batch_size)
-        return Scorer(model, own, prompt_mask, shape, token_kwargs=token_kwargs, forward=RecurrentForward())
-    return Scorer(model, TreeCache(cache, batch_size), prompt_mask, shape, token_kwargs=token_kwargs)
+        return Scorer(model, own, prompt_mask, shape, forward=RecurrentForward(), **options)
+    return Scorer(model, TreeCache(cache, batch_size), prompt_mask, shape, **options)

@@ -6,17 +6,19 @@ model whose forward takes a 4-D mask, position ids and a `Cache`; no code here n
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMetadata, Mask, TreeAttention, TreeMask, takes_tree_masks, tree_backends
+from ..attention import AttentionMetadata, Mask, TreeAttention, TreeMask, tree_backends
 from ..cache import PreallocatedLayer, TreeCache, as_cache
+from ..stats import EAGER, NATIVE, RunnerRecord
 from ..target import (
     GenerativeModel,
     Shape,
@@ -25,7 +27,10 @@ from ..target import (
     input_device,
     layer_types_of,
     may_hold_rows,
+    native_decoder_runner,
+    native_runner,
     takes_position_ids,
+    takes_tree_masks,
 )
 from ..transfers import to_device
 from ..tree import DraftTree
@@ -54,42 +59,107 @@ class Nodes:
     forward_kwargs: Mapping[str, Any]
 
 
-class Forward:
-    """A plain forward of the model over nodes, with the mask of their tree.
-
-    It is the reference for `ExactForward`, `GraphForward`, `RecurrentForward` and `RecomputingForward`.
+class Runner(ABC):
+    """A way to run the target over the nodes of a tree.
 
     Class attributes:
+        name: the name that statistics show.
+        state: adjective for a forward that it runs (`RunnerRecord.refuse`).
         can_leave_rows_out: whether the number of rows may change.
-        needs_equal_rows: whether all rows must have the same length.
         widths: numbers of nodes to which trees are padded, ascending; empty if they are not.
         takes_unread: whether trees may come as they lie on the device (`DraftTree.unread`).
-        keeps_backends: whether attention must use the backends of plain `generate`, to get the same bits.
     """
 
+    name: ClassVar[str]
+    state: str = ""
     can_leave_rows_out = True
-    needs_equal_rows = False
     takes_unread = False
     widths: Sequence[int] = ()
-    keeps_backends = False
+
+    def problem(self, scorer: Scorer, nodes: Nodes) -> str:
+        """The reason why it cannot run these nodes; "" if it can."""
+        return ""
+
+    @abstractmethod
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any | None:
+        """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes.
+
+        None, and nothing was changed, if it turns out that the next runner must run them.
+        """
+
+    def release(self, scorer: Scorer) -> None:
+        """Gives back at the end of a request what it holds."""
+
+
+class EagerRunner(Runner):
+    """A plain forward of the model, with the mask of the tree: the reference, which runs everything.
+
+    A packed model chooses inside between the kernel and its modules. It is then "native" where statistics show it.
+    """
+
+    name = EAGER
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
-        """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes."""
         metadata = scorer.metadata(nodes)
         mask = scorer.arranged_mask(nodes, metadata)
         output = scorer.run_model(nodes, metadata, mask)
         scorer.sums_masked = not isinstance(mask, TreeMask) or mask.is_made
         return output
 
+
+class Forward:
+    """The forward of one round over the nodes of a tree, by the first runner that can run them.
+
+    It is the reference for `ExactForward`, `RecurrentForward` and `RecomputingForward`, in which a round needs more.
+
+    Args:
+        runners: the runners, the fastest first. The last one runs everything.
+
+    Attributes:
+        needs_equal_rows: whether all rows must have the same length.
+        keeps_backends: whether attention must use the backends of plain `generate`, to get the same bits.
+    """
+
+    needs_equal_rows = False
+    keeps_backends = False
+
+    def __init__(self, *runners: Runner):
+        self.runners = runners or (EagerRunner(),)
+
+    @property
+    def can_leave_rows_out(self) -> bool:
+        """Whether the number of rows may change."""
+        return self.runners[0].can_leave_rows_out
+
+    @property
+    def takes_unread(self) -> bool:
+        """Whether trees may come as they lie on the device."""
+        return self.runners[0].takes_unread
+
+    @property
+    def widths(self) -> Sequence[int]:
+        """Numbers of nodes to which trees are padded, ascending; empty if they are not."""
+        return self.runners[0].widths
+
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+        """The model's output (`Scorer.__call__`). The scorer's cache then holds the nodes."""
+        *faster, last = self.runners
+        for runner in faster:
+            if problem := runner.problem(scorer, nodes):
+                scorer.record.refuse(runner.state, problem)
+            elif (output := runner.run(scorer, nodes)) is not None:
+                scorer.record.ran(runner.name)
+                return output
+        return last.run(scorer, replace(nodes, tree=nodes.tree.clamped) if faster else nodes)
+
     def takes_root_only(self, scorer: Scorer) -> bool:
         """Whether the next forward can only be a plain decoding step."""
         return False
 
     def settle(self, scorer: Scorer) -> None:
-        """Advances the cache to everything committed, if it lags behind."""
-
-
-_PLAIN = Forward()
+        """Advances the cache to everything committed, if it lags behind. The request ends here."""
+        for runner in self.runners:
+            runner.release(scorer)
 
 
 class Scorer:
@@ -107,6 +177,7 @@ class Scorer:
         token_kwargs: arguments among `forward_kwargs` with a value for each token: [B, 1], the value for a row's new
             tokens.
         forward: forward that runs the model.
+        record: record of the runners of its forwards.
 
     Attributes:
         has_windows: whether some layers do not see the whole text.
@@ -126,13 +197,17 @@ class Scorer:
         shape: Shape = "tree",
         forward_kwargs: Mapping[str, Any] | None = None,
         token_kwargs: Mapping[str, Tensor] | None = None,
-        forward: Forward = _PLAIN,
+        forward: Forward | None = None,
+        record: RunnerRecord | None = None,
     ):
         self.model = model
-        self.forward = forward
+        self.forward = forward or Forward()
+        self.record = record or RunnerRecord()
         self.sums_masked, self.num_columns, self.num_rerun, self.whole_output = True, 0, 0, None
         self.cache = cache
-        self.cache.mover = getattr(vars(model).get("forward"), "move_entries", None)
+        native = native_runner(model)
+        self.cache.mover = None if native is None else native.move_entries
+        self._native = native_decoder_runner(model)
         self.shape = shape
         self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
@@ -179,15 +254,26 @@ class Scorer:
             inputs["position_ids"] = self.of_all_kinds(metadata.positions())
         if self.token_kwargs:
             inputs |= self.for_tokens(count)
-        return self.model(
+        return self.call_model(
             input_ids=to_device(tokens[:, num_cached:] if num_cached else tokens, self.device),
             attention_mask=mask,
             **as_cache(self.cache.cache),
             use_cache=True,
             logits_to_keep=count,
-            return_dict=True,
             **inputs,
         )
+
+    def call_model(self, **inputs: Any) -> Any:
+        """The output of the model, whose forward is counted by its runner."""
+        if self._native is None:
+            self.record.ran(EAGER)
+            return self.model(**inputs, return_dict=True)
+        self._native.last_problem = "a forward that was replaced"
+        output = self.model(**inputs, return_dict=True)
+        if problem := self._native.last_problem:
+            self.record.refuse(NATIVE, problem)
+        self.record.ran(EAGER if problem else NATIVE)
+        return output
 
     def metadata(self, nodes: Nodes) -> AttentionMetadata:
         """The metadata of a forward over nodes."""

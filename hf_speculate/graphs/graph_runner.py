@@ -159,10 +159,14 @@ class GraphRunner:
         """Whether functions on `device` are captured."""
         return can_capture(device)
 
+    @property
+    def state(self) -> str:
+        """The adjective for functions that it runs: "recorded" or "compiled"."""
+        return "recorded" if self.backend is None else "compiled"
+
     def refuse(self, problem: str) -> None:
-        """Counts a function that runs as it is."""
-        done = "recorded" if self.backend is None else "compiled"
-        self._fallbacks[f"not {done}: {problem}"] += 1
+        """Notes why a function runs as it is, once a request."""
+        self._fallbacks[f"not {self.state}: {problem}"] = 1
 
     def choose(self, module: nn.Module, function: Callable[..., Any], keys: Sequence[Hashable]) -> Hashable:
         """Chooses between several graphs of a function that can all do the work. The other arguments are those of

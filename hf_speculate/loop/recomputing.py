@@ -36,6 +36,7 @@ class RecomputingForward(Forward):
     """
 
     def __init__(self, others: Forward, switch: int, step: StockStep):
+        super().__init__()
         self._others, self._switch, self._step = others, switch, step
 
     def takes_root_only(self, scorer: Scorer) -> bool:
@@ -51,7 +52,7 @@ class RecomputingForward(Forward):
         if not self.takes_root_only(scorer):
             return self._others.run(scorer, nodes)
         inputs = {**self._step.inputs(scorer.cache.cache), **nodes.forward_kwargs}
-        output: Any = scorer.model(**inputs, return_dict=True)
+        output: Any = scorer.call_model(**inputs)
         if cache_of(output) is not scorer.cache.cache:
             _adopt(scorer, output)
         output.logits = output.logits[:, -1:]

@@ -29,8 +29,15 @@ from ..loop import (
 )
 from ..policy import PolicyRequest, PolicySession
 from ..speculator import Speculator
-from ..stats import SpeculationStats
-from ..target import GenerativeModel, active_adapters, has_length_dependent_rope, has_native_layers, input_device
+from ..stats import NATIVE, RunnerRecord, SpeculationStats
+from ..target import (
+    GenerativeModel,
+    active_adapters,
+    has_length_dependent_rope,
+    has_native_layers,
+    input_device,
+    problem_without_kernel,
+)
 from ..verification import (
     BatchedChoice,
     ChoiceInputs,
@@ -57,9 +64,9 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
     pad = call.config._pad_token_tensor
     sequences = Sequences(call.input_ids, None if pad is None else int(pad))
     sampler, stopping = _sampler(speculator, call, stats), Stopping(call.criteria)
-    request = _request(speculator, call, stopping, runner)
+    request = _request(speculator, call, stopping, runner, RunnerRecord.of_draft(stats))
     step = StockStep(model, sequences, call.model_kwargs)
-    scorer = _scorer(call, step)
+    scorer = _scorer(call, step, RunnerRecord.of_target(stats))
     lockstep = ""
     if call.batch_size > 1:
         lockstep = _lockstep_reason(model, scorer, sampler, stopping, call.streamer is not None)
@@ -114,7 +121,9 @@ def _sampler(speculator: Speculator, call: SampleCall, stats: SpeculationStats) 
     return Sampler(call.processors, Noise(call.batch_size, vocab_size, call.input_ids.device), records)
 
 
-def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, runner: GraphRunner | None) -> DraftRequest:
+def _request(
+    speculator: Speculator, call: SampleCall, stopping: Stopping, runner: GraphRunner | None, record: RunnerRecord
+) -> DraftRequest:
     max_length = stopping.max_length
     return DraftRequest(
         target=call.model,
@@ -130,6 +139,7 @@ def _request(speculator: Speculator, call: SampleCall, stopping: Stopping, runne
         adaptive=speculator.policy.is_adaptive,
         graph_runner=runner,
         adapters=active_adapters(call.model),
+        record=record,
         processors=call.processors,
     )
 
@@ -201,14 +211,16 @@ def _graph_use(
     )
 
 
-def _scorer(call: SampleCall, step: StockStep) -> Scorer:
+def _scorer(call: SampleCall, step: StockStep, record: RunnerRecord) -> Scorer:
     """The scorer of the request. Make it before the prompt runs, as it replaces the cache's layers."""
     model, token_kwargs = call.model, _token_kwargs(call.model_kwargs)
+    if problem := problem_without_kernel(model):
+        record.refuse(NATIVE, problem)
     arguments = call.cache, call.batch_size, call.attention_mask, call.shape
     if call.sizes is not None and not has_native_layers(model):
         cache = TreeCache(call.cache, call.batch_size)
-        return exact_scorer(model, cache, call.sizes, call.attention_mask, token_kwargs)
-    scorer = target_scorer(model, *arguments, token_kwargs=token_kwargs)
+        return exact_scorer(model, cache, call.sizes, call.attention_mask, token_kwargs, record)
+    scorer = target_scorer(model, *arguments, token_kwargs=token_kwargs, record=record)
     scorer.position_offsets = call.position_offsets
     return follow_recomputing(scorer, model, step)
 

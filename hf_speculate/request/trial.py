@@ -39,6 +39,7 @@ from ..target import (
     has_foreign_attention,
     has_own_method,
     input_device,
+    native_runner,
     prompt_learning,
     structure_key,
     without_foreign_hooks,
@@ -111,8 +112,7 @@ def needs_trial(model: GenerativeModel, cache: Cache) -> bool:
     for name in INPUT_PREPARATION:
         if has_own_method(model, name) or (name in vars(model) and prompt_learning(model) is None):
             return True
-    forward = vars(model).get("forward")
-    if forward is not None and not hasattr(forward, "is_native") and not hasattr(model, "_hf_hook"):
+    if "forward" in vars(model) and native_runner(model) is None and not hasattr(model, "_hf_hook"):
         return True
     return not (kind.__module__.startswith("transformers.") and kind.__name__ in tried_classes(minor_version()))
 

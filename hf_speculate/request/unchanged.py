@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..drafting import Drafter
-from ..target import GenerativeModel
+from ..target import GenerativeModel, native_runner
 
 
 # Packages whose code does not change a target while it generates.
@@ -40,10 +40,10 @@ def assume_unchanged(model: GenerativeModel, *others: Any, is_threaded: bool = F
         is_threaded: whether the number of PyTorch's threads must not be lowered between forwards: something else sets
             it meanwhile, or compiled code depends on it.
     """
-    forward: Any = vars(model).get("forward")
-    if not hasattr(forward, "assume_unchanged") or not all(map(_is_known, _each(others))):
+    native = native_runner(model)
+    if native is None or not all(map(_is_known, _each(others))):
         return nullcontext()
-    return forward.assume_unchanged(is_threaded or any(type(other) in _SUM_UP for other in _each(others)))
+    return native.assume_unchanged(is_threaded or any(type(other) in _SUM_UP for other in _each(others)))
 
 
 def _each(others: Iterable[Any]) -> Iterable[Any]:

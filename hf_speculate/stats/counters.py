@@ -51,7 +51,11 @@ class Counters:
             joins drafters of the same token.
         recorded_bytes: memory of the recordings that each of the last calls used, and of their buffers.
         attention: backends that attention could use in our forwards on a GPU, as one text -> number of calls.
-        fallbacks: reason -> number of times that something ran otherwise than a user may expect.
+        target_runners: runner -> number of forwards over trees: "native" (the kernel for packed weights), "graph"
+            (captured or compiled), "eager" (modules).
+        draft_runners: runner -> number of a drafter's forwards, or of its drafts that are one call. Empty for drafters
+            without a model.
+        fallbacks: reason -> number of requests in which something ran otherwise than a user may expect.
     """
 
     calls: int = 0
@@ -83,6 +87,8 @@ class Counters:
     ahead_seconds_wasted: float = 0.0
     recorded_bytes: list[int] = field(default_factory=list)
     attention: Counter[str] = field(default_factory=Counter)
+    target_runners: Counter[str] = field(default_factory=Counter)
+    draft_runners: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def timed(self, counter: str) -> _Stopwatch:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .advice import Advice, shortfall, verdict
 from .counters import Counters
+from .runners import dearest_fallback
 
 
 _BAR = 24  # characters of a bar that stands for 1.0
@@ -43,13 +44,20 @@ class SpeculationStats(Counters):
         """Warning for the user; None while all is well or too little is known."""
         return shortfall(self, self.advice)
 
+    @property
+    def dearest_fallback(self) -> str:
+        """Sentence on the fallback that costs the most time, such as a hook that keeps the target from its fastest
+        runner; "" without one."""
+        return dearest_fallback(self)
+
     def to_dict(self) -> dict[str, Any]:
         """All counters and figures as JSON-serialisable values, with the verdict."""
-        return super().to_dict() | {"drafter": self.drafter, "verdict": self.verdict}
+        more = {"drafter": self.drafter, "verdict": self.verdict, "dearest_fallback": self.dearest_fallback}
+        return super().to_dict() | more
 
     def summary(self) -> str:
         """Text of several lines: tokens per round, acceptance by depth and by drafter, shares of the time, the speed-up
-        and its source, fallbacks with their reasons, and the verdict."""
+        and its source, runners, fallbacks with their reasons, and the verdict."""
         first, *others = _lines(self)
         bars = [("", _bar_text(depth, share)) for depth, share in self.shares_by_depth.items()]
         bars[:1] = [("accepted to depth", bar) for _, bar in bars[:1]]
@@ -98,8 +106,23 @@ def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
         yield "attention", "; ".join(counts.attention)
     if counts.recorded_bytes:
         yield "recordings", f"{max(counts.recorded_bytes) / 1e6:.0f} MB with their buffers"
+    if counts.target_runners:
+        yield "forwards", _runners(counts)
     for reason, number in counts.fallbacks.most_common():
         yield "fallback", f"{reason} ({number}x)"
+    if dearest := dearest_fallback(counts):
+        yield "costs the most", dearest
+
+
+def _runners(counts: Counters) -> str:
+    """Forwards of the target, and of the draft if it has a model, by runner."""
+    of_models = {"target": counts.target_runners, "draft": counts.draft_runners}
+    shown = (
+        f"{name} {', '.join(f'{runner} ({number})' for runner, number in runners.most_common())}"
+        for name, runners in of_models.items()
+        if runners
+    )
+    return "; ".join(shown)
 
 
 def _times(counts: Counters) -> str:

@@ -39,6 +39,12 @@ from .models import has_own_method as has_own_method
 from .models import held_model as held_model
 from .models import num_embeddings as num_embeddings
 from .models import unwrap as unwrap
+from .native import NativeRunner as NativeRunner
+from .native import has_native_layers as has_native_layers
+from .native import native_decoder_runner as native_decoder_runner
+from .native import native_runner as native_runner
+from .native import problem_without_kernel as problem_without_kernel
+from .native import takes_tree_masks as takes_tree_masks
 from .positions import DepthLimit as DepthLimit
 from .positions import has_length_dependent_rope as has_length_dependent_rope
 from .positions import longrope_switch as longrope_switch
@@ -50,6 +56,5 @@ from .structure import unvouched_modules as unvouched_modules
 from .support import Shape as Shape
 from .support import counts_along_cache as counts_along_cache
 from .support import has_foreign_attention as has_foreign_attention
-from .support import has_native_layers as has_native_layers
 from .support import ignores_masks as ignores_masks
 from .support import supported_shape as supported_shape

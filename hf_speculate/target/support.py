@@ -12,7 +12,7 @@ from ..cache import is_indexable
 from ..compatibility import too_old
 from ..errors import CacheStateError
 from .layers import layer_types_of
-from .models import GenerativeModel, decoder_of
+from .models import GenerativeModel
 from .positions import takes_position_ids
 
 
@@ -67,8 +67,3 @@ def counts_along_cache(model: GenerativeModel) -> str:
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "local attention counts along the cache"
     return ""
-
-
-def has_native_layers(model: GenerativeModel) -> bool:
-    """Whether a kernel computes the layers of `model`, which nothing has changed. It rounds otherwise than modules."""
-    return bool(getattr(vars(decoder_of(model)).get("forward"), "is_native", False))

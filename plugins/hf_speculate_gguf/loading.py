@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_speculate.compatibility import check_feature
@@ -35,8 +34,10 @@ from .model import (
     plan_model,
 )
 from .native import (
+    DENSE,
     DENSE_TYPES,
     FORMATS,
+    NO_KERNEL,
     Backend,
     DequantizeBackend,
     FusedLinear,
@@ -54,7 +55,7 @@ from .native import (
 from .report import packing_report
 from .rope import plain_frequencies
 from .shards import find_file, read_model_file
-from .stock_methods import replace_methods
+from .stock_methods import PackedGgufQuantizer, replace_methods
 from .tokenizer import read_tokenizer
 
 
@@ -109,6 +110,7 @@ def load_gguf(
     chosen = choose_backend(backend, on, dtype)
     tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file, plan.config.vocab_size)
     model = build_model(plan, dtype, on, chosen, attn_implementation)
+    _note_kernel(model, backend, chosen)
     logger.info(f"{path}: {packing_report(model)}")
     return model, tokenizer
 
@@ -124,7 +126,15 @@ def load_model(
     """The model of `load_gguf` without a tokenizer. The arguments and errors are those of `load_gguf`."""
     on = torch.device(device or "cpu")
     plan, chosen = plan_model(read_model_file(path)), choose_backend(backend, on, dtype)
-    return build_model(plan, dtype, on, chosen, attn_implementation)
+    model = build_model(plan, dtype, on, chosen, attn_implementation)
+    _note_kernel(model, backend, chosen)
+    return model
+
+
+def _note_kernel(model: Any, asked: str, chosen: Backend | None) -> None:
+    """Notes on the model why it has no kernel, if one was to be used. Statistics show the reason."""
+    if chosen is None and asked != DENSE:
+        model.hf_quantizer.problem_without_kernel = NO_KERNEL
 
 
 def build_model(
@@ -370,25 +380,3 @@ def _hand_back_memory() -> None:
     """Returns buffers that the C library keeps after packing: a tenth of a small model's size."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-class PackedGgufQuantizer(HfQuantizer):
-    """Marks a model as quantised for transformers: it must not save, train or compile it by itself."""
-
-    requires_calibration = False
-
-    def __init__(self):
-        from transformers.utils.quantization_config import GgufConfig  # `build_model` has checked that it is there
-
-        super().__init__(GgufConfig())
-
-    def is_serializable(self) -> bool:  # type: ignore[override]
-        return False
-
-    @property
-    def is_trainable(self) -> bool:  # type: ignore[override]
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return False

@@ -1,4 +1,4 @@
-"""Methods of transformers' models that count or change weights, for a model whose weights are packed."""
+"""Methods of transformers' models that count or change weights, and its mark, for a model with packed weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
 
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate.target import GenerativeModel
@@ -81,3 +82,31 @@ def resize_token_embeddings(
             f"{wanted}. To add or remove tokens, load the file with load_gguf(..., backend='dense')."
         )
     return embeddings
+
+
+class PackedGgufQuantizer(HfQuantizer):
+    """Marks a model as quantised for transformers: it must not save, train or compile it by itself.
+
+    Attributes:
+        problem_without_kernel: reason why the weights were dequantised, if a kernel was to multiply them packed; else
+            "" (`target.problem_without_kernel`).
+    """
+
+    requires_calibration = False
+    problem_without_kernel = ""
+
+    def __init__(self):
+        from transformers.utils.quantization_config import GgufConfig  # `build_model` has checked that it is there
+
+        super().__init__(GgufConfig())
+
+    def is_serializable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_trainable(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return False

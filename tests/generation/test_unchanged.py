@@ -18,14 +18,20 @@ from hf_speculate.testing import EmptyDrafter
 class Watched:
     """A forward that says when it is left alone."""
 
-    is_native = True
+    last_problem = ""
 
     def __init__(self, forward):
-        self.forward, self.spans = forward, []
+        self.forward, self.spans, self.native = forward, [], self
         self.__signature__ = inspect.signature(forward)
 
     def __call__(self, *arguments, **named):
         return self.forward(*arguments, **named)
+
+    def problem(self):
+        return ""
+
+    def move_entries(self, *_arguments):
+        return False
 
     @contextmanager
     def assume_unchanged(self, is_threaded):

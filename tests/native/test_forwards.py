@@ -483,9 +483,9 @@ def test_models_of_other_backends_are_left_alone(load):
 
 def looks(model, monkeypatch):
     """How often the model is looked at."""
-    whole, found = model.forward._whole, []
-    is_untouched = whole.is_untouched
-    monkeypatch.setattr(whole, "is_untouched", lambda: found.append(1) or is_untouched())
+    whole, found = model.forward.native, []
+    problem = whole.problem
+    monkeypatch.setattr(whole, "problem", lambda: found.append(1) or problem())
     return found
 
 
@@ -503,7 +503,7 @@ def test_a_request_is_looked_at_once(load, monkeypatch):
 
 def test_a_hook_that_is_registered_meanwhile_has_its_effect(load, calls):
     model = load(dtype=torch.float32)
-    with model.forward.assume_unchanged(is_threaded=False):
+    with model.forward.native.assume_unchanged(is_threaded=False):
         before = answer(model, ids(1, 6)).logits
         handle = model.model.norm.register_forward_hook(lambda module, inputs, output: output * 1.5)
         assert not torch.allclose(answer(model, ids(1, 6)).logits, before)
@@ -515,9 +515,9 @@ def test_a_hook_that_is_registered_meanwhile_has_its_effect(load, calls):
 
 def test_what_is_changed_behind_a_request_is_seen(load):
     model = load(dtype=torch.float32)
-    with model.forward.assume_unchanged(is_threaded=False):
+    with model.forward.native.assume_unchanged(is_threaded=False):
         before = answer(model, ids(1, 6)).logits
-        with model.forward.assume_unchanged(is_threaded=False):  # a request within a request
+        with model.forward.native.assume_unchanged(is_threaded=False):  # a request within a request
             answer(model, ids(1, 6))
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2, requires_grad=False)
     assert_alike(answer(model, ids(1, 6)).logits, before * 2)
@@ -526,7 +526,7 @@ def test_what_is_changed_behind_a_request_is_seen(load):
 def test_a_cache_may_change_within_a_request(load):
     """Rows that have ended leave it, text is cut: all layers alike."""
     model, text = load(), ids(2, 12)
-    with model.forward.assume_unchanged(is_threaded=False):
+    with model.forward.native.assume_unchanged(is_threaded=False):
         expected = answer(model, text[1:]).logits[:, 5:]
         cache = cache_of(answer(model, text))
         cache.crop(-7)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
-from hf_speculate_gguf.native import NativeRanking, QuantizedLinear, Sampling
+from hf_speculate_gguf.native import NativeRanking, QuantizedLinear, Refused, Sampling
 from hf_speculate_gguf.native.quantized import QuantizedMatrix
 
 
@@ -33,16 +33,20 @@ def linear(in_features=64):
     ids=["unknown", "another order", "twice", "at least two"],
 )
 def test_warpers_that_the_kernel_does_not_know_are_left_to_torch(warpers):
-    assert Sampling.of(warpers) is None
+    with pytest.raises(Refused, match=r"logits processors|several tokens"):
+        Sampling.of(warpers)
 
 
 def test_matrices_that_the_kernel_does_not_multiply_are_left_to_torch():
     hooked = linear()
     hooked.forward = lambda inputs: inputs  # as accelerate puts its hooks
     for output in (nn.Sequential(linear()), linear(48), linear().to("meta"), hooked):
-        assert ranking_of(output) is None
-    assert ranking_of(linear().half(), dtype=torch.float16) is None
-    assert ranking_of(linear(), nn.RMSNorm(64).bfloat16()) is None
+        with pytest.raises(Refused):
+            ranking_of(output)
+    with pytest.raises(Refused, match=r"float16|other sizes or weights"):
+        ranking_of(linear().half(), dtype=torch.float16)
+    with pytest.raises(Refused, match="weights"):
+        ranking_of(linear(), nn.RMSNorm(64).bfloat16())
 
 
 def test_weights_that_move_are_seen():

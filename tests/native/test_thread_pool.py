@@ -86,10 +86,10 @@ def test_an_interrupted_request_gives_the_threads_back(load, busy):
 
 def test_a_request_within_a_request_begins_with_all_threads(load, busy):
     model = load(dtype=torch.float32)
-    with torch.no_grad(), model.forward.assume_unchanged(is_threaded=False):
+    with torch.no_grad(), model.forward.native.assume_unchanged(is_threaded=False):
         model(ids(1, 5), use_cache=True)
         assert torch.get_num_threads() == 1
-        with model.forward.assume_unchanged(is_threaded=False):
+        with model.forward.native.assume_unchanged(is_threaded=False):
             assert torch.get_num_threads() == 2
 
 

@@ -5,17 +5,20 @@ formats        block formats of packed weights: integers, with a scale and an of
 backends       matrix products with packed weights, by the kernel or by torch
 modules        packed linear layers, fused projections and embeddings
 quantized      8-bit matrices for drafting; quantized_layers: the layers that use them
-forwards       whole models in one native call (step), with transformers' caches (caches); inputs: what they take
+forwards       `forward` of packed models: by their native runner (runner), or by the modules if it refuses (refusals)
+step           whole models in one native call, with transformers' caches (caches) and inputs (inputs); thread_pool
 layers         decoder layers for the kernel (layer_parts), and their rows; snapshot: changes of their modules
 weights        addresses of the weights; large_pages: their memory
 hybrid         delta nets and attention of hybrids, between projections that modules compute
 draft          whole drafts of a head in one native call; ranking and growth: its parts
 """
 
+from .backends import DENSE as DENSE
 from .backends import Backend as Backend
 from .backends import DequantizeBackend as DequantizeBackend
 from .backends import NativeBackend as NativeBackend
 from .backends import choose_backend as choose_backend
+from .binding import DENSE_KINDS as DENSE_KINDS
 from .binding import has_kernel as has_kernel
 from .binding import needs_compiler as needs_compiler
 from .draft import NativeDraft as NativeDraft
@@ -40,6 +43,8 @@ from .quantized_layers import QuantizedLinear as QuantizedLinear
 from .quantized_layers import quantize_for_drafting as quantize_for_drafting
 from .ranking import NativeRanking as NativeRanking
 from .ranking import Sampling as Sampling
+from .refusals import NO_KERNEL as NO_KERNEL
+from .refusals import Refused as Refused
 from .rows import new_rows as new_rows
 from .rows import tree_rows as tree_rows
 from .step import FIXED_ROPE as FIXED_ROPE

@@ -17,31 +17,39 @@ from hf_speculate.cache import PreallocatedLayer, SlidingLayer
 from . import binding
 from .layers import CallStructure, Entries, NativeLayers
 from .memory import check_range
+from .refusals import Refused
 
 
 def appendable_layers(cache: Cache, windows: Sequence[int | None]) -> list[PreallocatedLayer]:
     """Layers of a cache whose entries can be written in place. Stock layers among them are replaced by such layers.
 
-    The list is empty if a layer is of another kind, or lengths differ. With a window (`LayerParts`), a cache layer may
-    keep just that, or all entries.
+    With a window (`LayerParts`), a cache layer may keep just that, or all entries.
+
+    Raises:
+        Refused: a layer is of another kind, or lengths differ.
     """
     count = len(windows)
-    if type(cache).update is not Cache.update or cache.offloading:
-        return []
+    if type(cache).update is not Cache.update:
+        raise Refused(f"a cache of type {type(cache).__name__}, which stores entries in its own way")
+    if cache.offloading:
+        raise Refused("a cache that offloads its layers")
     layers = cache.layers
     while len(layers) < count and cache.layer_class_to_replicate in (DynamicLayer, PreallocatedLayer):
         layers.append(PreallocatedLayer())
     present = layers[:count]
     if len(present) < count or not all(map(_keeps, present, windows)):
-        return []
-    found: list[PreallocatedLayer] = []
+        kinds = sorted({type(layer).__name__ for layer in present})
+        raise Refused(f"a cache with layers of type {', '.join(kinds) or 'unknown'}")
+    appendable: list[PreallocatedLayer] = []
     for index in range(count):
         layer: Any = layers[index]
         if ours := _OURS.get(type(layer)):
             layer = layers[index] = ours.from_layer(layer)
-        found.append(layer)
-    length = found[0].get_seq_length()
-    return found if all(layer.get_seq_length() == length for layer in found) else []
+        appendable.append(layer)
+    length = appendable[0].get_seq_length()
+    if not all(layer.get_seq_length() == length for layer in appendable):
+        raise Refused("a cache whose layers differ in length")
+    return appendable
 
 
 _OURS: dict[type, type[PreallocatedLayer]] = {
@@ -59,31 +67,32 @@ def _keeps(layer: Any, window: int | None) -> bool:
 
 def reserve(
     layers: Sequence[PreallocatedLayer], count: int, shape: tuple[int, int, int], dtype: torch.dtype
-) -> list[Entries] | None:
-    """The entries of each layer, with memory for `count` more.
-
-    The result is None if the kernel cannot read the layout of the entries. No entry is changed.
+) -> list[Entries]:
+    """The entries of each layer, with memory for `count` more. No entry is changed.
 
     Args:
         shape: batch size, heads and head_dim of the layers.
+
+    Raises:
+        Refused: the kernel cannot read the layout of the entries.
     """
     for layer in layers:
         if not layer.is_initialized or not layer.buffers:
             like = torch.empty(*shape[:2], 0, shape[2], dtype=dtype, device="cpu")
             layer.lazy_initialization(like, like)
         elif not all(_fits(states, shape, dtype) for states in layer.buffers):
-            return None
-    found = [layer.reserve_more(count, shape) for layer in layers]
-    for keys, values in found:
+            raise Refused(f"a cache with other entries than {dtype} on the CPU for {shape[0]} texts")
+    reserved = [layer.reserve_more(count, shape) for layer in layers]
+    for keys, values in reserved:
         strides = keys.stride()
         if strides != values.stride() or strides[2:] != (shape[2], 1):
-            return None
-    return [Entries(*states, layer.origin) for states, layer in zip(found, layers, strict=True)]
+            raise Refused("a cache with entries that are not contiguous")
+    return [Entries(*states, layer.origin) for states, layer in zip(reserved, layers, strict=True)]
 
 
 def _fits(states: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> bool:
-    found = states.shape[0], states.shape[1], states.shape[3]
-    return found == shape and states.dtype is dtype and states.is_cpu and not states.requires_grad
+    size = states.shape[0], states.shape[1], states.shape[3]
+    return size == shape and states.dtype is dtype and states.is_cpu and not states.requires_grad
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,11 @@ class KVBuffers:
     call: CallStructure
 
     @classmethod
-    def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> KVBuffers | None:
-        """Memory for `count` more entries of each text; None if the kernel cannot write this cache."""
+    def of(cls, native: NativeLayers, cache: Cache, batch_size: int, count: int) -> KVBuffers:
+        """Memory for `count` more entries of each text. Raises `Refused` if the kernel cannot write this cache."""
         layers = appendable_layers(cache, native.windows)
-        entries = reserve(layers, count, (batch_size, *native.heads), native.dtype) if layers else None
-        return None if entries is None else cls(native, layers, entries, native.call(entries))
+        entries = reserve(layers, count, (batch_size, *native.heads), native.dtype)
+        return cls(native, layers, entries, native.call(entries))
 
     def takes(self, native: NativeLayers, cache: Cache, batch_size: int, count: int, are_alike: bool = False) -> bool:
         """Whether these are still the buffers of `cache`, for `count` more entries.
@@ -114,8 +123,8 @@ class KVBuffers:
         for layer, (keys, values, _) in ((self.layers[i], self.entries[i]) for i in kept):
             if not layer.buffers or layer.length != self.length or keys.shape[0] != batch_size:
                 return False
-            found = layer.reserve_more(count, (batch_size, *native.heads))
-            if found[0] is not keys or found[1] is not values:
+            reserved = layer.reserve_more(count, (batch_size, *native.heads))
+            if reserved[0] is not keys or reserved[1] is not values:
                 return False
         return True
 

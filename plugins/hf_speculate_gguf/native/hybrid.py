@@ -23,9 +23,11 @@ from hf_speculate.target import GenerativeModel
 
 from . import binding
 from .backends import NativeBackend
-from .layers import MOST_ROWS, addresses_of_ranges, ranges_of_mask
+from .layers import MOST_ROWS, VisibleRanges, addresses_of_ranges
 from .memory import address_of, address_of_strided, check_range
 from .modules import PackedMatrix, Projection
+from .refusals import Refused
+from .rows import attention_ranges
 from .weights import fields
 
 
@@ -211,12 +213,10 @@ def _attend(
 ) -> tuple[Float[Tensor, "B N heads d"], None]:
     """Attention of a packed hybrid: by the kernel for as many rows as in other packed models, else by SDPA."""
     batch_size, heads, num_queries, head_dim = query.shape
-    num_keys, ranges = key.shape[2], None
-    is_known = module in _attending and batch_size * num_queries <= MOST_ROWS and _are_readable(query, key, value)
-    is_known = is_known and key.stride() == value.stride() and key.stride()[2:] == (head_dim, 1)
-    if is_known and attention_mask is not None:
-        ranges = ranges_of_mask(attention_mask, batch_size, num_queries, num_keys)
-    if not is_known or (ranges is None and (attention_mask is not None or num_queries not in (1, num_keys))):
+    num_keys = key.shape[2]
+    try:
+        ranges = _readable_ranges(module, query, key, value, attention_mask)
+    except Refused:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     queries, dtype = query.transpose(1, 2).contiguous(), query.dtype
     of_entries = (batch_size, key.shape[1], num_keys, head_dim), (*key.stride()[:2], head_dim, 1)
@@ -244,6 +244,22 @@ def _attend(
     if not binding.library().attend(ctypes.addressof(call)):
         raise MemoryError(f"Out of memory: {batch_size * num_queries} rows after {num_keys} cached tokens.")
     return outputs.transpose(0, 1).reshape(batch_size, num_queries, heads, head_dim), None
+
+
+def _readable_ranges(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> VisibleRanges:
+    """The visible ranges of queries; None if all entries up to its own are visible to each.
+
+    Raises:
+        Refused: the kernel cannot compute this attention.
+    """
+    batch_size, _, num_queries, head_dim = query.shape
+    if module not in _attending or batch_size * num_queries > MOST_ROWS or not _are_readable(query, key, value):
+        raise Refused("states of another form, or too many")
+    if key.stride() != value.stride() or key.stride()[2:] != (head_dim, 1):
+        raise Refused("entries that are not contiguous")
+    return attention_ranges(mask, (batch_size, num_queries), key.shape[2])
 
 
 AttentionInterface.register(_ATTENTION, _attend)

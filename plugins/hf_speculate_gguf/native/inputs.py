@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from hf_speculate.cache import CACHE_NAME, as_cache
 
 from .caches import KVBuffers
 from .layers import MOST_ROWS, VisibleRanges
-from .rows import is_intercepted, num_hidden, read_mask
+from .refusals import Refused
+from .rows import check_not_intercepted, num_hidden, read_mask
 from .step import TextRows
 
 
@@ -26,6 +27,16 @@ LAYER_TYPES = {"full_attention": create_causal_mask, "sliding_attention": create
 
 # Most entries of a text for which the kernel takes more rows than at once; for more, PyTorch's attention is faster.
 MOST_KEYS = 1024
+
+
+# Arguments that the kernel does not know, and whether a value needs it to.
+_NEEDS: dict[str, Callable[[Any], bool]] = {
+    "inputs_embeds": lambda value: value is not None,
+    "output_attentions": bool,
+    "is_causal": lambda value: True,
+}
+
+_POSITIONS = "position ids that are not an int64 matrix with the shape of the token ids"
 
 
 @dataclass(frozen=True)
@@ -39,33 +50,37 @@ class Inputs:
     hidden_states: Any
 
     @classmethod
-    def of(cls, named: dict[str, Any]) -> Inputs | None:
-        """The inputs; None if the arguments need anything else."""
+    def of(cls, named: dict[str, Any]) -> Inputs:
+        """The inputs. Raises `Refused` if the arguments need anything else."""
 
         def take(name: str) -> Any:
             return named.pop(name, None)
 
         uses_cache, returns_dict = take("use_cache"), take("return_dict")
         texts = take("input_ids"), take(CACHE_NAME), take("attention_mask"), take("position_ids")
-        found = cls(*texts, take("output_hidden_states"))
-        is_plain = (
-            named.get("inputs_embeds") is None and not named.get("output_attentions") and "is_causal" not in named
-        )
-        if not isinstance(found.cache, Cache | None):
-            return None
-        if found.cache is None and (uses_cache is not True or (found.mask is None and found.positions is not None)):
-            return None  # positions may mean that several texts are in one row
-        is_plain = is_plain and returns_dict is not False and not named.get("output_attentions")
-        return found if is_plain and _served(found.ids) and found._is_short() else None
+        inputs = cls(*texts, take("output_hidden_states"))
+        for name, is_needed in _NEEDS.items():
+            if name in named and is_needed(named[name]):
+                raise Refused(f"the argument {name}")
+        if returns_dict is False:
+            raise Refused("the argument return_dict=False")
+        if not isinstance(inputs.cache, Cache | None):
+            raise Refused(f"a cache of type {type(inputs.cache).__name__}")
+        if inputs.cache is None and (uses_cache is not True or (inputs.mask is None and inputs.positions is not None)):
+            raise Refused("no cache")  # positions may mean that several texts are in one row
+        _check_ids(inputs.ids)
+        inputs._check_length()
+        return inputs
 
-    def _is_short(self) -> bool:
-        """Whether the kernel takes so many rows after so many entries."""
+    def _check_length(self) -> None:
+        """Raises `Refused` unless the kernel takes so many rows after so many entries."""
         if (count := self.ids.shape[1]) <= MOST_ROWS:
-            return True
-        return count + (0 if self.cache is None else self.cache.get_seq_length()) <= MOST_KEYS
+            return
+        if count + (0 if self.cache is None else self.cache.get_seq_length()) > MOST_KEYS:
+            raise Refused(f"a part of a prompt that ends after {MOST_KEYS} entries, for which modules are faster")
 
-    def rows(self, config: Any, cache: Cache, buffers: KVBuffers, num_scored: int | None) -> TextRows | None:
-        """The rows of the forward; None if the kernel does not take these positions or masks."""
+    def rows(self, config: Any, cache: Cache, buffers: KVBuffers, num_scored: int | None) -> TextRows:
+        """The rows of the forward. Raises `Refused` if the kernel does not take these positions or masks."""
         (batch_size, count), past = self.ids.shape, buffers.length
         positions = (
             torch.arange(past, past + count, dtype=torch.long, device="cpu")[None]
@@ -73,12 +88,10 @@ class Inputs:
             else self.positions
         )
         if type(positions) is not Tensor or positions.dim() != 2 or positions.dtype is not torch.long:
-            return None
+            raise Refused(_POSITIONS)
         if positions.shape[0] not in (1, batch_size) or positions.shape[1] != count or not positions.is_cpu:
-            return None
+            raise Refused(_POSITIONS)
         visible = self._visible_ranges(config, cache, buffers, positions, past)
-        if visible is None:
-            return None
         positions = positions.expand(batch_size, -1).contiguous()
         num_scored = count if num_scored is None else min(num_scored, count)
         return TextRows(
@@ -87,26 +100,24 @@ class Inputs:
 
     def _visible_ranges(
         self, config: Any, cache: Cache, buffers: KVBuffers, positions: Tensor, past: int
-    ) -> Sequence[VisibleRanges] | None:
-        """The visible ranges of queries, for each type of layer; None if the kernel does not take the masks."""
+    ) -> Sequence[VisibleRanges]:
+        """The visible ranges of queries, for each type of layer. Raises `Refused` if the kernel cannot read masks."""
         size, given, windows = self.ids.shape, self.mask, buffers.native.windows
         if isinstance(given, TreeMask):
-            fits = given.num_before == past and (len(given.parents), given.num_nodes) == tuple(size)
-            return [given.visible_ranges() for _ in LAYER_TYPES] if fits and not any(windows) else None
-        found: list[VisibleRanges] = []
+            if given.num_before != past or (len(given.parents), given.num_nodes) != tuple(size) or any(windows):
+                raise Refused("a tree that does not follow the entries of the cache")
+            return [given.visible_ranges() for _ in LAYER_TYPES]
+        visible: list[VisibleRanges] = []
         for is_windowed, layer_type in enumerate(LAYER_TYPES):
             examples = [index for index, window in enumerate(windows) if (window is not None) == bool(is_windowed)]
             if not examples:
-                found.append(None)
+                visible.append(None)
                 continue
             mask = self._mask(layer_type, config, cache, positions, past + size[1], is_alone=not any(windows))
             hidden = num_hidden(buffers.layers[examples[0]])
             # Without a mask all that comes before it is visible to every query.
-            is_causal, ranges = (True, None) if mask is None else read_mask(mask, size, past + size[1], hidden)
-            if not is_causal and ranges is None:
-                return None
-            found.append(ranges)
-        return found
+            visible.append(None if mask is None else read_mask(mask, size, past + size[1], hidden))
+        return visible
 
     def _mask(
         self, layer_type: str, config: Any, cache: Cache, positions: Tensor, num_keys: int, is_alone: bool
@@ -128,13 +139,8 @@ class Inputs:
         )
 
 
-def _served(ids: Any) -> bool:
-    """Whether the kernel takes these token ids."""
-    return (
-        type(ids) is Tensor
-        and ids.dim() == 2
-        and ids.is_cpu
-        and ids.dtype is torch.long
-        and ids.numel() > 0
-        and not is_intercepted()
-    )
+def _check_ids(ids: Any) -> None:
+    """Raises `Refused` unless the kernel takes these token ids."""
+    if type(ids) is not Tensor or ids.dim() != 2 or not ids.is_cpu or ids.dtype is not torch.long or not ids.numel():
+        raise Refused("token ids that are not an int64 matrix on the CPU")
+    check_not_intercepted()

@@ -15,6 +15,7 @@ from .backends import NativeBackend
 from .modules import PackedMatrix, Projection
 from .quantized import QuantizedMatrix
 from .quantized_layers import QuantizedForward, QuantizedLinear
+from .refusals import ACTIVE_ADAPTER, MIXED_WEIGHTS, Refused
 from .weights import parameters_of, unpacked
 
 
@@ -102,19 +103,22 @@ class LayerParts:
         found = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
         return found.pop() if len(found) == 1 else None
 
-    def fit(self) -> bool:
-        """Whether the kernel can compute the layer."""
+    def problem(self) -> str:
+        """The reason why the kernel cannot compute the layer; "" if it can."""
+        if self.quantizes_activations() is None or self.dtype() is None:
+            return MIXED_WEIGHTS
         sizes, step = self.sizes, binding.TILE_ROWS
         widths = sizes["hidden"], sizes["heads"] * sizes["head_dim"], sizes["inner"]
-        return (
-            self.quantizes_activations() is not None
-            and self.dtype() is not None
-            and all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
+        are_whole = (
+            all(matrix is not None and matrix.out_features % step == 0 for matrix in self.matrices)
             and all(width % binding.TILE_COLUMNS == 0 for width in widths)
             and sizes["head_dim"] % step == 0
-            and sizes["head_dim"] <= _MOST_HEAD_DIM
-            and sizes["heads"] <= _MOST_GROUPS * sizes["kv_heads"]
         )
+        if not are_whole:
+            return f"sizes that are not multiples of {binding.TILE_COLUMNS}"
+        if sizes["head_dim"] > _MOST_HEAD_DIM or sizes["heads"] > _MOST_GROUPS * sizes["kv_heads"]:
+            return f"heads wider than {_MOST_HEAD_DIM}, or more than {_MOST_GROUPS} of them for each KV head"
+        return ""
 
 
 def quantizes_activations(matrix: PackedMatrix | nn.Linear | None) -> bool | None:
@@ -143,18 +147,18 @@ def matrix_of(projection: nn.Module) -> PackedMatrix | nn.Linear | None:
     return projection if isinstance(projection, PackedMatrix) or type(projection) is nn.Linear else None
 
 
-def parts_of(layer: Any) -> LayerParts | None:
-    """The parts of a layer that the kernel needs; None if it cannot compute the layer."""
+def parts_of(layer: Any) -> LayerParts:
+    """The parts of a layer that the kernel needs. Raises `Refused` if it cannot compute the layer."""
     norms = _LAYERS.get(type(layer).__name__)
     if norms is None:
-        return None
+        raise Refused(f"layers of type {type(layer).__name__}")
     attention, config = layer.self_attn, layer.self_attn.config
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if activation not in _IS_GELU:
-        return None
+        raise Refused(f"the activation {activation!r}")
     children = [child for module in (layer, attention, layer.mlp) for child in module.children()]
     if not all(pass_on(adapter_layers_around(child)) for child in children):
-        return None
+        raise Refused(ACTIVE_ADAPTER)
     of_norms: dict[str, Any] = {name: base_module(getattr(layer, module)) for name, module in norms.items()}
     parts = LayerParts.of(
         attention,
@@ -178,9 +182,13 @@ def parts_of(layer: Any) -> LayerParts | None:
         norms={name: base_module(norm) for name, norm in parts.norms.items()},
         projections={name: base_module(projection) for name, projection in parts.projections.items()},
     )
-    is_packed = any(isinstance(matrix, PackedMatrix) for matrix in parts.matrices)
-    has_one_eps = all(epsilon_of(norm) == parts.eps for norm in parts.norms.values())
-    return parts if is_packed and has_one_eps and parts.fit() else None
+    if not any(isinstance(matrix, PackedMatrix) for matrix in parts.matrices):
+        raise Refused("weights that are not packed")
+    if not all(epsilon_of(norm) == parts.eps for norm in parts.norms.values()):
+        raise Refused("norms that differ in epsilon")
+    if problem := parts.problem():
+        raise Refused(problem)
+    return parts
 
 
 def epsilon_of(norm: Any) -> float:

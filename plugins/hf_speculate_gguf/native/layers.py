@@ -17,6 +17,7 @@ from . import binding
 from .layer_parts import LayerParts, matrix_of
 from .memory import address_of, address_of_strided, check_range
 from .modules import Projection
+from .refusals import UNREADABLE_MASK, Refused
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix
 
 
@@ -194,13 +195,18 @@ class NativeLayers:
         self._window = max((window for window in self.windows if window is not None), default=0)
 
     @classmethod
-    def of(cls, layers: Sequence[LayerParts | None]) -> NativeLayers | None:
-        """The layers; None if the kernel cannot compute all of them in one call."""
-        known = [parts for parts in layers if parts is not None and parts.fit()]
-        is_alike = len({(parts.dtype(), parts.quantizes_activations()) for parts in known}) == 1
-        is_alike = is_alike and known[0].dtype() in binding.DENSE_KINDS
-        has_one_window = len({parts.window for parts in known} - {None}) <= 1
-        return cls(known) if is_alike and has_one_window and len(known) == len(layers) else None
+    def of(cls, layers: Sequence[LayerParts]) -> NativeLayers:
+        """The layers. Raises `Refused` if the kernel cannot compute all of them in one call."""
+        for parts in layers:
+            if problem := parts.problem():
+                raise Refused(problem)
+        if len({(parts.dtype(), parts.quantizes_activations()) for parts in layers}) != 1:
+            raise Refused("layers that differ in dtype or in the way of their products")
+        if (dtype := layers[0].dtype()) not in binding.DENSE_KINDS:
+            raise Refused(f"weights in {dtype}; the kernel computes in {', '.join(map(str, binding.DENSE_KINDS))}")
+        if len({parts.window for parts in layers} - {None}) > 1:
+            raise Refused("layers with windows of several sizes")
+        return cls(layers)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -275,7 +281,7 @@ class NativeLayers:
 
 def ranges_of_mask(
     mask: Tensor, batch_size: int, num_queries: int, num_keys: int, hides_first: bool = False
-) -> VisibleRanges:
+) -> tuple[Tensor, Tensor]:
     """The visible ranges of each query by a mask.
 
     Args:
@@ -285,11 +291,14 @@ def ranges_of_mask(
 
     Returns:
         int32 [B * N + 1], the offset of each query's ranges, and int32 [ranges, 2], the first entry and the end of each
-        range. None if the mask has other values, or more ranges than trees need.
+        range.
+
+    Raises:
+        Refused: the mask has other values, or more ranges than trees need.
     """
     kind, num_rows = _MASK_KINDS.get(mask.dtype), batch_size * num_queries
     if kind is None or mask.stride(-1) != 1:
-        return None
+        raise Refused(UNREADABLE_MASK)
     of_rows, _, given, columns = mask.shape
     check_range("the rows of a mask", given, num_queries, 1 << 40)
     check_range("the columns of a mask", columns, 0, num_keys)
@@ -313,4 +322,6 @@ def ranges_of_mask(
         *addresses_of_ranges((offsets, ranges), num_rows),
         most,
     )
-    return (offsets, ranges) if found >= 0 else None
+    if found < 0:
+        raise Refused("an attention mask with other values than visible and hidden, or with too many ranges")
+    return offsets, ranges

@@ -20,6 +20,7 @@ from . import binding
 from .layer_parts import matrix_of, quantized, quantizes_activations
 from .memory import address_of, check_range
 from .quantized_layers import QuantizedForward
+from .refusals import MIXED_WEIGHTS, Refused
 from .weights import MatrixStructure, WeightsInPlace, fields, fill_matrix, parameters_of, unpacked
 
 
@@ -59,14 +60,14 @@ class Sampling:
     min_p: float = 0.0
 
     @classmethod
-    def of(cls, warpers: Sequence[Any]) -> Sampling | None:
-        """The options of these warpers; None if one is unknown, or the order is not that of `generate`."""
+    def of(cls, warpers: Sequence[Any]) -> Sampling:
+        """The options of these warpers. Raises `Refused` if one is unknown, or the order is not that of `generate`."""
         order = [_WARPERS.get(type(warper)) for warper in warpers]
         known = [name for name in order if name is not None]
         if len(known) < len(order) or known != [name for name in _WARPERS.values() if name in known]:
-            return None
+            raise Refused(f"the logits processors {', '.join(type(warper).__name__ for warper in warpers)}")
         if any(getattr(warper, "min_tokens_to_keep", 1) > 1 for warper in warpers):
-            return None
+            raise Refused("sampling that keeps several tokens whatever their probability (beams)")
         return cls(**{name: getattr(warper, name) for name, warper in zip(known, warpers, strict=True)})
 
 
@@ -102,8 +103,8 @@ class NativeRanking:
         feeds_back_normed: bool = False,
         quantize: bool = False,
         num_columns: int | None = None,
-    ) -> NativeRanking | None:
-        """The ranking; None if the kernel cannot compute it.
+    ) -> NativeRanking:
+        """The ranking. Raises `Refused` if the kernel cannot compute it.
 
         Args:
             feeds_back_normed: whether the next draft step takes normed states.
@@ -112,13 +113,13 @@ class NativeRanking:
         """
         matrix: Any = matrix_of(output)
         if matrix is None or quantizes_activations(matrix) is None or matrix.in_features % binding.TILE_COLUMNS:
-            return None
+            raise Refused(f"an output layer of type {type(output).__name__}, or of other sizes or weights")
         if type(vars(matrix).get("forward")) not in (NoneType, QuantizedForward):  # such as accelerate's
-            return None
+            raise Refused("an output layer whose forward was replaced")
         weights = unpacked(parameters_of(_modules(matrix, norm)))
         is_alike = all(weight.is_cpu and weight.dtype is dtype for weight in weights)
         if not is_alike or not matrix.weight.is_cpu:
-            return None
+            raise Refused(MIXED_WEIGHTS)
         in_8_bits = quantized(output) if quantize else None
         return cls(in_8_bits or matrix, norm, eps, dtype, feeds_back_normed, num_columns)
 

@@ -15,6 +15,7 @@ from hf_speculate.cache import PreallocatedLayer, SlidingLayer
 from .caches import appendable_layers, reserve
 from .growth import MOST_WIDTH
 from .layers import MOST_ROWS, Entries, NativeLayers, VisibleRanges, ranges_of_mask
+from .refusals import AUTOCAST, GRADIENTS, HANDED_ON, UNREADABLE_MASK, Refused
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,22 @@ class NativeRows:
         return outputs
 
 
-def new_rows(
-    layers: NativeLayers, inputs: Float[Tensor, "B N H"], cache: Cache, mask: Tensor | None
-) -> NativeRows | None:
-    """The rows for these layers; None if the modules must compute them. No entry is changed.
+def new_rows(layers: NativeLayers, inputs: Float[Tensor, "B N H"], cache: Cache, mask: Tensor | None) -> NativeRows:
+    """The rows for these layers. No entry is changed.
 
     Args:
         inputs: states of the rows.
         mask: [B or 1, 1, at least N, S] (`ranges_of_mask`); None if all entries up to its own are visible to every row.
+
+    Raises:
+        Refused: the modules must compute the rows.
     """
-    if inputs.dtype is not layers.dtype or not _serves(inputs, inputs.shape[0] * inputs.shape[1]):
-        return None
+    _check_states(inputs, layers.dtype, inputs.shape[0] * inputs.shape[1])
     cache_layers = appendable_layers(cache, layers.windows)
-    if not cache_layers:
-        return None
     num_keys = cache_layers[0].get_seq_length() + inputs.shape[1]
-    is_causal, ranges = read_mask(mask, inputs.shape[:2], num_keys)
-    if not is_causal and ranges is None:
-        return None
+    ranges = read_mask(mask, inputs.shape[:2], num_keys)
     buffers = reserve(cache_layers, inputs.shape[1], (inputs.shape[0], *layers.heads), layers.dtype)
-    return None if buffers is None else NativeRows(layers, cache_layers, buffers, num_keys, ranges)
+    return NativeRows(layers, cache_layers, buffers, num_keys, ranges)
 
 
 @dataclass(frozen=True)
@@ -85,22 +82,23 @@ def tree_rows(
     size: tuple[int, int],
     visible: Bool[Tensor, "B M"] | None,
     num_pending: int,
-) -> TreeRows | None:
-    """Buffers for trees; None if the modules must draw them. No entry is changed.
+) -> TreeRows:
+    """Buffers for trees. No entry is changed.
 
     Args:
         root: states of the roots.
         size: width and number of levels.
         visible: whether cache entries are real; None when all are.
         num_pending: number of real entries of each row that are read first.
+
+    Raises:
+        Refused: the modules must draw the trees.
     """
     batch_size, (width, num_levels) = len(root), size
-    is_served = _serves(root, batch_size * max(width, num_pending)) and max(size) <= MOST_WIDTH
-    if root.dtype is not layers.dtype or not is_served:
-        return None
+    if max(size) > MOST_WIDTH:
+        raise Refused(f"trees wider or deeper than {MOST_WIDTH}")
+    _check_states(root, layers.dtype, batch_size * max(width, num_pending))
     cache_layers = appendable_layers(cache, layers.windows)
-    if not cache_layers:
-        return None
     num_before = cache_layers[0].get_seq_length() + num_pending
     if visible is None:
         everything = torch.tensor([[0, num_before]] * batch_size, dtype=torch.int32, device="cpu")
@@ -108,23 +106,26 @@ def tree_rows(
     else:
         before = ranges_of_mask(visible[:, None, None], batch_size, 1, num_before)
     buffers = reserve(cache_layers, num_pending + width * num_levels, (batch_size, *layers.heads), layers.dtype)
-    return None if before is None or buffers is None else TreeRows(layers, buffers, num_before, before)
+    return TreeRows(layers, buffers, num_before, before)
 
 
-def _serves(inputs: Tensor, num_rows: int) -> bool:
-    """Whether the kernel takes rows with such states, and this many."""
-    return (
-        type(inputs) is Tensor
-        and inputs.is_cpu
-        and 0 < num_rows <= MOST_ROWS
-        and not (inputs.requires_grad and torch.is_grad_enabled())
-        and not is_intercepted()
-    )
+def _check_states(states: Tensor, dtype: torch.dtype, num_rows: int) -> None:
+    """Raises `Refused` unless the kernel takes rows with such states, and this many."""
+    if type(states) is not Tensor or not states.is_cpu or states.dtype is not dtype:
+        raise Refused(f"states that are not {dtype} on the CPU")
+    if not 0 < num_rows <= MOST_ROWS:
+        raise Refused(f"{num_rows} rows in one forward; the kernel takes 1 to {MOST_ROWS}")
+    if states.requires_grad and torch.is_grad_enabled():
+        raise Refused(GRADIENTS)
+    check_not_intercepted()
 
 
-def is_intercepted() -> bool:
-    """Whether autocast or a dispatch mode must see every operation."""
-    return torch.is_autocast_enabled("cpu") or bool(torch._C._len_torch_dispatch_stack())
+def check_not_intercepted() -> None:
+    """Raises `Refused` if autocast or a dispatch mode must see every operation."""
+    if torch.is_autocast_enabled("cpu"):
+        raise Refused(AUTOCAST)
+    if torch._C._len_torch_dispatch_stack():
+        raise Refused(HANDED_ON)
 
 
 def num_hidden(layer: PreallocatedLayer) -> int:
@@ -132,25 +133,40 @@ def num_hidden(layer: PreallocatedLayer) -> int:
     return layer.visible_from if isinstance(layer, SlidingLayer) else 0
 
 
-def read_mask(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: int = 0) -> tuple[bool, VisibleRanges]:
-    """Whether all entries up to its own, or those of its window, are visible to every query; else the visible ranges,
-    None if unknown.
+def read_mask(mask: Tensor | None, size: Sequence[int], num_keys: int, hidden: int = 0) -> VisibleRanges:
+    """The visible ranges of queries by a mask. None if all entries up to its own, or those of its window, are visible
+    to every query.
 
     Args:
         mask: [B or 1, 1, at least N, S] (`ranges_of_mask`), or None.
         size: number of texts, and of queries in each.
         hidden: number of the first entries that the mask leaves out because they are visible to no query.
+
+    Raises:
+        Refused: the kernel cannot read the mask.
     """
     batch_size, num_queries = size
     if mask is None:
-        return num_queries in (1, num_keys), None
+        return attention_ranges(None, size, num_keys)
     if type(mask) is not Tensor or mask.dim() != 4 or not mask.is_cpu:
-        return False, None
+        raise Refused(UNREADABLE_MASK)
     batch_rows, heads, rows, columns = mask.shape
     is_folded = rows > num_queries and rows % num_queries == 0
     is_long = columns == num_keys - hidden or (is_folded and columns == 0 and not hidden)
     if batch_rows not in (1, batch_size) or heads != 1 or not is_long or not (rows == num_queries or is_folded):
-        return False, None
+        raise Refused(UNREADABLE_MASK)
     if num_queries == 1 and not columns:  # `TreeAttention.without_mask`
-        return True, None
-    return False, ranges_of_mask(mask, batch_size, num_queries, num_keys, hides_first=hidden > 0)
+        return None
+    return attention_ranges(mask, size, num_keys, hides_first=hidden > 0)
+
+
+def attention_ranges(
+    mask: Tensor | None, size: Sequence[int], num_keys: int, hides_first: bool = False
+) -> VisibleRanges:
+    """The result of `ranges_of_mask`. Without a mask it is None if causal attention is meant; else raises `Refused`."""
+    batch_size, num_queries = size
+    if mask is not None:
+        return ranges_of_mask(mask, batch_size, num_queries, num_keys, hides_first)
+    if num_queries not in (1, num_keys):
+        raise Refused("several queries after a prefix, without a mask")
+    return None

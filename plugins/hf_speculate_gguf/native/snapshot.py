@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.nn.modules import module as torch_modules
 from transformers.utils import output_capturing
 
 from hf_speculate.target import adapter_layers_around, base_module, pass_on
+
+from .refusals import ACTIVE_ADAPTER
 
 
 class Snapshot:
@@ -32,21 +35,23 @@ class Snapshot:
         self._children_before = _bases(self._children)
         self._adapted = _NOT_ADAPTED
 
-    def holds(self) -> bool:
-        """Whether nothing was added or replaced since."""
-        return (
-            (not any(self._hooks) or all(map(is_captor, chain.from_iterable(map(dict.values, self._hooks)))))
-            and not any(map(operator.contains, self._attributes, repeat("forward")))
-            and self._are_children_the_same()
-            and not torch_modules._global_forward_hooks
-            and not torch_modules._global_forward_pre_hooks
-        )
+    def change(self) -> str:
+        """The first change since, as the reason of a `Refused`; "" if nothing was added or replaced."""
+        if any(self._hooks):
+            hooks = chain.from_iterable(map(dict.values, self._hooks))
+            if (stranger := next((hook for hook in hooks if not is_captor(hook)), None)) is not None:
+                return f"a hook inside the model ({name_of(stranger)})"
+        if any(map(operator.contains, self._attributes, repeat("forward"))):
+            return "a module whose forward was replaced"
+        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+            return "hooks on all modules of the process"
+        return self._change_of_children()
 
-    def _are_children_the_same(self) -> bool:
-        """Whether the children are the same as before, apart from PEFT's layers that only pass results on."""
+    def _change_of_children(self) -> str:
+        """A change among the children. PEFT's layers that only pass results on are none."""
         if self._children == self._children_before:
             self._adapted = _NOT_ADAPTED  # keeps no adapters alive
-            return True
+            return ""
         watched, known, layers = self._adapted
         if not known or watched != known:
             around = [adapter_layers_around(child) for of in self._children for child in of.values()]
@@ -54,7 +59,9 @@ class Snapshot:
             watched = [*self._children, *(layer._modules for layer in layers)]
             layers = layers if _bases(self._children) == self._children_before else None
             self._adapted = watched, [dict(of) for of in watched], layers
-        return layers is not None and pass_on(layers)
+        if layers is None:
+            return "a module that was exchanged"
+        return "" if pass_on(layers) else ACTIVE_ADAPTER
 
 
 _Children = list[dict[str, Any]]
@@ -70,6 +77,13 @@ def base_modules(module: nn.Module) -> list[nn.Module]:
     """All modules below another one, each once, without PEFT's layers."""
     children = [base_module(child) for child in module.children()]
     return list(dict.fromkeys(chain(children, *map(base_modules, children))))
+
+
+def name_of(hook: Any) -> str:
+    """A hook's name for messages: its module and function, or the class of a callable object."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
 
 
 def is_captor(hook: Any) -> bool:

@@ -19,6 +19,7 @@ from .layer_parts import LayerParts, epsilon_of, matrix_of, quantizes_activation
 from .layers import MOST_ROWS, NUM_TYPES, CallStructure, Entries, NativeLayers, VisibleRanges
 from .memory import address_of, address_of_table, places_of
 from .modules import PackedMatrix, rounded_factor
+from .refusals import MIXED_WEIGHTS, Refused
 from .weights import (
     MatrixStructure,
     WeightsInPlace,
@@ -177,16 +178,18 @@ class NativeStep:
         fill_matrix(self._fixed.output, output, layers.dtype)
 
     @classmethod
-    def of(cls, layers: Sequence[LayerParts | None], embeddings: Any, norm: Any, output: Any) -> NativeStep | None:
-        """The weights; None if the kernel cannot compute the whole model."""
-        found, matrix = NativeLayers.of(layers), matrix_of(output)
-        if found is None or matrix is None or matrix is not output or quantizes_activations(matrix) is None:
-            return None
+    def of(cls, layers: Sequence[LayerParts], embeddings: Any, norm: Any, output: Any) -> NativeStep:
+        """The weights. Raises `Refused` if the kernel cannot compute the whole model."""
+        native, matrix = NativeLayers.of(layers), matrix_of(output)
+        if matrix is None or matrix is not output or quantizes_activations(matrix) is None:
+            raise Refused(f"an output layer of type {type(output).__name__}, or with weights that it cannot read")
         dense = {weight.dtype for weight in unpacked(parameters_of([norm, matrix]))}
-        has_type = dense == {found.dtype}
-        is_known = has_type and fill_embeddings(MatrixStructure(), embeddings, found.dtype, are_scaled=True)
-        is_alike = not isinstance(matrix, PackedMatrix) or quantizes_activations(matrix) == found.quantizes_activations
-        return cls(found, embeddings, norm, matrix) if is_known and is_alike else None
+        has_type = dense == {native.dtype}
+        if not has_type or not fill_embeddings(MatrixStructure(), embeddings, native.dtype, are_scaled=True):
+            raise Refused(MIXED_WEIGHTS)
+        if isinstance(matrix, PackedMatrix) and quantizes_activations(matrix) != native.quantizes_activations:
+            raise Refused("an output layer with other products than the layers")
+        return cls(native, embeddings, norm, matrix)
 
     def is_current(self) -> bool:
         """Whether the weights are unchanged (`WeightsInPlace.are_current`)."""

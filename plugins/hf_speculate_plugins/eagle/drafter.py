@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_speculate.drafting import Conversations, DraftRequest, DraftState
+from hf_speculate.stats import EAGER, NATIVE
 from hf_speculate.target import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
@@ -97,16 +98,25 @@ class EagleSession(HeadSession[Any]):
         return head_cache.resumed(first, count) if num_alike > first else None
 
     def _steps_over(self, head_cache: HeadCache) -> Steps:
-        native = self._native
+        native, record = self._native, self._request.record
         is_grown = not self._loaded.spec.parallel
-        if native is not None and is_grown and not head_cache.has_windows and native.current_ranking() is not None:
+        if native is not None and is_grown and not head_cache.has_windows and native.can_rank:
             from .native import NativeSteps  # only sessions with a kernel need it
 
-            return NativeSteps(self._loaded, head_cache, native)  # not compiled: graphs of trees are slower
-        plain = PlainSteps(self._loaded, head_cache, native)
+            return NativeSteps(self._loaded, head_cache, native, record)  # not compiled: graphs of trees are slower
+        plain = PlainSteps(self._loaded, head_cache, self._recorded)
         if self._runner is None:
             return plain
         return CapturedSteps(plain, self._loaded, head_cache, self.options, self._runner)
+
+    def _recorded(self, *entries: Any) -> Tensor | None:
+        """The states of entries by the kernel, if it computes them. The forward is counted by its runner."""
+        if self._native is None:
+            self._request.record.ran(EAGER)
+            return None
+        from .native import RecordedForward
+
+        return RecordedForward(self._native, self._request.record)(*entries)
 
     def _read_pending(self) -> None:
         if self._head_cache is None or self._steps is None or self._pending is None:
@@ -224,4 +234,9 @@ class EagleDrafter(HeadDrafter[EagleHead]):
     def start(self, request: DraftRequest) -> EagleSession:
         loaded = self.ready(request.target)
         native = self._native_of(loaded.head)
+        if native is None:
+            from .native import problem_without_kernel
+
+            if problem := problem_without_kernel(loaded.head):
+                request.record.refuse(NATIVE, problem)
         return EagleSession(loaded, self.entry_layers, self.options, self.conversations, request, native)

@@ -8,6 +8,8 @@ longer than their arithmetic. The call of a draft also reads the entries committ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,9 +19,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_speculate.drafting import DraftState, finite
+from hf_speculate.stats import EAGER, NATIVE, RunnerRecord
 from hf_speculate.tree import DraftTree
 from hf_speculate_gguf.native import (
+    DENSE_KINDS,
     FIXED_ROPE,
+    NO_KERNEL,
     AngleTable,
     LayerParts,
     NativeDraft,
@@ -27,6 +32,7 @@ from hf_speculate_gguf.native import (
     NativeLayers,
     NativeRanking,
     PendingEntries,
+    Refused,
     Sampling,
     has_kernel,
     new_rows,
@@ -61,14 +67,12 @@ class NativeForward:
     @classmethod
     def of(cls, head: EagleHead) -> NativeForward | None:
         """The native forward of a head; None if the kernel cannot compute it, or there is none."""
-        is_known = (
-            head.device.type == "cpu" and head.spec.rope["rope_type"] in FIXED_ROPE and head.spec.hidden_act == "silu"
-        )
-        if not is_known or not all(parts_of(head, layer).fit() for layer in head.layers) or not has_kernel():
+        if not _is_known(head) or not has_kernel() or any(parts_of(head, layer).problem() for layer in head.layers):
             return None
         forward = cls(head)
-        forward.current_layers()  # prepare the matrices now, so that no draft has to wait for them
-        forward.current_ranking()
+        with suppress(Refused):  # prepare the matrices now, so that no draft has to wait for them
+            forward.current_layers()
+            forward.current_ranking()
         return forward
 
     def __call__(
@@ -79,15 +83,30 @@ class NativeForward:
         cache: Cache,
         masks: Sequence[Tensor | None],
     ) -> Float[Tensor, "B N Hd"] | None:
-        """The result of `EagleHead.forward`; None, and nothing was changed, if the caller must call that instead.
+        """The result of `run`; None if it is refused."""
+        with suppress(Refused):
+            return self.run(token_ids, states, position_ids, cache, masks)
+        return None
+
+    def run(
+        self,
+        token_ids: Int[Tensor, "B N"],
+        states: Float[Tensor, "B N Hd"],
+        position_ids: Int[Tensor, "B N"],
+        cache: Cache,
+        masks: Sequence[Tensor | None],
+    ) -> Float[Tensor, "B N Hd"]:
+        """The result of `EagleHead.forward`.
 
         Args:
             masks: masks of a `Place`.
+
+        Raises:
+            Refused: the caller must call the head instead. Nothing was changed.
         """
-        layers = self.current_layers() if all(mask is masks[0] for mask in masks) else None
-        rows = None if layers is None else new_rows(layers, states, cache, masks[0])
-        if rows is None:
-            return None
+        if not all(mask is masks[0] for mask in masks):
+            raise Refused("layers with windows")
+        rows = new_rows(self.current_layers(), states, cache, masks[0])
         states, second = self.inputs(token_ids, states)
         return rows.run(states, self.rotary(states, position_ids), second)[-1]
 
@@ -124,23 +143,35 @@ class NativeForward:
             return states, second
         return finite(head.fc(torch.cat([second, states], dim=-1))), None
 
-    def current_layers(self) -> NativeLayers | None:
-        """The layers, made again if weights were exchanged or moved; None if the kernel cannot compute them now."""
+    def current_layers(self) -> NativeLayers:
+        """The layers, made again if weights were exchanged or moved. Raises `Refused` if the kernel cannot compute
+        them now."""
         if self._layers is None or not self._layers.is_current():
+            self._layers = None
             parts = [parts_of(self._head, layer) for layer in self._head.layers]
             self._layers = NativeLayers.of([part.quantized() for part in parts] if self._head.is_quantized else parts)
         return self._layers
 
-    def current_ranking(self) -> NativeRanking | None:
-        """The ranking of the layers' outputs; it is made again, or None, in the same cases as `current_layers`."""
+    def current_ranking(self) -> NativeRanking:
+        """The ranking of the layers' outputs; it is made again, or refused, in the same cases as `current_layers`."""
         if self._ranking is None or not self._ranking.is_current():
+            self._ranking = None
             head, spec = self._head, self._head.spec
             norm = head.norm if spec.norm_logits else None
             feeds_normed = spec.feed_back_normed
-            is_known = spec.norm_logits or not feeds_normed
+            if feeds_normed and not spec.norm_logits:
+                raise Refused("a head that feeds normed states back, but ranks others")
             how = spec.rms_norm_eps, head.dtype, feeds_normed, head.is_quantized, spec.draft_vocab_size
-            self._ranking = NativeRanking.of(head.draft_output, norm, *how) if is_known else None
+            self._ranking = NativeRanking.of(head.draft_output, norm, *how)
         return self._ranking
+
+    @property
+    def can_rank(self) -> bool:
+        """Whether the kernel can draft whole trees: it also ranks the outputs of the layers."""
+        with suppress(Refused):
+            self.current_ranking()
+            return True
+        return False
 
     def rotary(
         self, states: Tensor, position_ids: Int[Tensor, "B N"]
@@ -152,6 +183,25 @@ class NativeForward:
     def angles(self, states: Tensor, needed: int) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
         """The table of cosines and sines, for at least `needed` positions."""
         return self._angles.upto(self._head.rotary, needed, states.dtype)
+
+
+@dataclass(frozen=True)
+class RecordedForward:
+    """A native forward in one request, whose record it keeps."""
+
+    forward: NativeForward
+    record: RunnerRecord
+
+    def __call__(self, *entries: Any) -> Float[Tensor, "B N Hd"] | None:
+        """The result of `NativeForward`; None, and nothing was changed, if the modules must compute it."""
+        try:
+            states = self.forward.run(*entries)
+        except Refused as refused:
+            self.record.ran(EAGER)
+            self.record.refuse(NATIVE, str(refused))
+            return None
+        self.record.ran(NATIVE)
+        return states
 
 
 def parts_of(head: EagleHead, layer: Any) -> LayerParts:
@@ -182,16 +232,39 @@ def parts_of(head: EagleHead, layer: Any) -> LayerParts:
     )
 
 
+def _is_known(head: EagleHead) -> bool:
+    """Whether the kernel is for heads of this kind."""
+    return head.device.type == "cpu" and head.spec.rope["rope_type"] in FIXED_ROPE and head.spec.hidden_act == "silu"
+
+
+def problem_without_kernel(head: EagleHead) -> str:
+    """The reason, which a user can change, why the kernel does not compute a head; "" if there is none."""
+    if not _is_known(head):
+        return ""
+    if not has_kernel():
+        return NO_KERNEL
+    return "" if head.dtype in DENSE_KINDS else f"a head in {head.dtype}"
+
+
 class NativeSteps(PlainSteps):
     """`PlainSteps` that draw dynamic trees natively, if the kernel computes everything that a request needs."""
 
-    def __init__(self, loaded: LoadedHead[EagleHead], head_cache: HeadCache, native: NativeForward):
-        super().__init__(loaded, head_cache, native)
-        self._forward = native
+    def __init__(
+        self,
+        loaded: LoadedHead[EagleHead],
+        head_cache: HeadCache,
+        native: NativeForward,
+        record: RunnerRecord | None = None,
+    ):
+        self._forward, self._record = native, record or RunnerRecord()
+        super().__init__(loaded, head_cache, RecordedForward(native, self._record))
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
-        tree = self._native_tree(root.contiguous(), None, state, size)
-        return super().tree(root, state, size) if tree is None else tree
+        try:
+            return self._native_tree(root.contiguous(), None, state, size)
+        except Refused as refused:
+            self._record.refuse(NATIVE, str(refused))
+            return super().tree(root, state, size)
 
     def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
@@ -204,8 +277,9 @@ class NativeSteps(PlainSteps):
         states = torch.empty(
             len(token_ids), head.spec.hidden_size, dtype=head.dtype, device="cpu"
         )  # no row keeps its `root`
-        tree = self._native_tree(states, self._forward.pending_entries(token_ids, features), state, size)
-        if tree is None:
+        try:
+            tree = self._native_tree(states, self._forward.pending_entries(token_ids, features), state, size)
+        except Refused:  # entries and tree are tried apart, and the reason counted then
             return None
         self._head_cache.keep(lengths)
         return tree, states
@@ -213,21 +287,25 @@ class NativeSteps(PlainSteps):
     @torch.no_grad()
     def _native_tree(
         self, root: Tensor, pending: PendingEntries | None, state: DraftState, size: TreeSize
-    ) -> DraftTree | None:
-        """The tree; None, and no committed entry was changed, if the modules must draft it.
+    ) -> DraftTree:
+        """The tree, in one call of the kernel.
 
         Args:
             root: states of the entry committed last; written to if entries are pending.
             pending: entries that the call reads first.
+
+        Raises:
+            Refused: the modules must draft it. No committed entry was changed.
         """
         forward, head_cache = self._forward, self._head_cache
         layers, ranking = forward.current_layers(), forward.current_ranking()
         sampling = Sampling.of(state.warpers if state.samples else ())
         head = self._loaded.head
         joining = NativeDraft.joining_of(head.fc, head.dtype) if head.spec.version == 1 else None
-        is_joined = head.spec.version == 3 or joining is not None
-        if layers is None or ranking is None or sampling is None or not (is_joined and forward.looks_up):
-            return None
+        if head.spec.version == 1 and joining is None:
+            raise Refused("a projection that the kernel cannot read")
+        if not forward.looks_up:
+            raise Refused("embeddings that the kernel cannot read")
 
         @cache  # the first level's noise also gives the width
         def noise(depth: int) -> Tensor | None:
@@ -240,8 +318,6 @@ class NativeSteps(PlainSteps):
         rows = tree_rows(
             layers, root, head_cache.tree_cache.cache, (width, size.depth), head_cache.visible(), num_pending
         )
-        if rows is None:
-            return None
         growth = NativeGrowth(len(root), width, size.depth, self._loaded.target_ids)
 
         def should_continue() -> bool:
@@ -252,6 +328,7 @@ class NativeSteps(PlainSteps):
         draft = NativeDraft(rows, ranking, forward.embeddings, angles, joining)
         positions = torch.tensor(starts, dtype=torch.long, device="cpu")
         if not draft.grow(growth, root, pending, positions, sampling, noise, should_continue):
-            return None
+            raise Refused("scores that are not finite, or a token without an embedding")
+        self._record.ran(NATIVE)
         tokens, parents, values = growth.best(state.root_ids, size.max_nodes)
         return DraftTree(tokens, parents, max_depth=growth.num_levels, values=values)
