@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_speculate.attention import TreeMask
+from hf_speculate.attention.ranges import ranges_of_trees
 from hf_speculate.errors import DrafterError
 from hf_speculate.tree import PADDING_PARENT, ROOT_PARENT, DraftTree, HostFacts, TreePlan, TreeRow
 
@@ -229,7 +229,7 @@ def test_caches_by_structure_stop_growing(kind):
             if kind == "plans":
                 TreePlan.from_parents([parents]).bias(torch.float32, torch.device("cpu"))
             else:
-                TreeMask([parents], 5, make=lambda: None).visible_ranges()
+                ranges_of_trees([parents], [0], [5], 5)
         gc.collect()
         return sum(issubclass(type(kept), torch.Tensor) for kept in gc.get_objects())
 

@@ -17,12 +17,12 @@ from .grouped import grouped_sdpa as grouped_sdpa
 from .grouped import kernel_fits as kernel_fits
 from .grouped import uninstall_attention as uninstall_attention
 from .metadata import AttentionMetadata as AttentionMetadata
+from .metadata import TreeMask as TreeMask
 from .per_node import PerNodeAttention as PerNodeAttention
 from .per_node import Sizes as Sizes
 from .per_node import attending_per_node as attending_per_node
 from .per_node import depth_first as depth_first
 from .prefix import prefix_mask as prefix_mask
 from .prefix import prompt_starts as prompt_starts
-from .ranges import TreeMask as TreeMask
 from .tree_kernel import DeviceTree as DeviceTree
 from .tree_kernel import tree_attention as tree_attention

@@ -6,9 +6,10 @@ prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +19,7 @@ from ..target import LayerType
 from ..transfers import to_device
 from ..tree import DraftTree, TreePlan, node_depths
 from .prefix import num_left_padding, prefix_mask
+from .ranges import Ranges, ranges_of_trees
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,8 @@ class AttentionMetadata:
         prompt_mask: bool [R, P], the real entries among the first P; None if all are.
         root_positions: position id of a node of depth 0, by row.
         real_nodes: bool [R, N], the nodes that are real; None if all are. Others are padding within a prompt.
+        starts: index of the first real entry of each row, in prompts without other missing entries; None if some have
+            them, or it is not known.
     """
 
     tree: DraftTree | TreePlan
@@ -47,6 +51,7 @@ class AttentionMetadata:
     prompt_mask: Bool[Tensor, "R P"] | None = None
     root_positions: Sequence[int] = ()
     real_nodes: Bool[Tensor, "R N"] | None = None
+    starts: Sequence[int] | None = None
     _masks: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, init=False)
 
     @property
@@ -57,6 +62,11 @@ class AttentionMetadata:
     def plan(self) -> TreePlan:
         """The nodes among themselves. A tree on the host may need none, so it is made when it is asked for."""
         return self.tree if isinstance(self.tree, TreePlan) else self.tree.plan
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some row lacks entries among the first `num_prefix`."""
+        return self.prompt_mask is not None or min(self.lengths) < self.num_prefix
 
     @cached_property
     def visible_prefix(self) -> Bool[Tensor, "R M"] | None:
@@ -74,6 +84,15 @@ class AttentionMetadata:
             return to_device([[root + depth for depth in depths] for root, depths in of_rows], self.device)
         depths = self.plan.depths[:, self.num_cached :]
         return to_device(to_device(roots, depths.device) + depths, self.device)
+
+    def visible_ranges(self) -> Ranges:
+        """The visible ranges of each node (`ranges_of_trees`), for the kernel for packed weights.
+
+        They need a whole tree, known `starts`, and layers that see all of the text.
+        """
+        assert self.starts is not None
+        assert isinstance(self.tree, DraftTree)
+        return ranges_of_trees(self.tree.host.parents, self.starts, self.lengths, self.num_prefix)
 
     def additive(self, layer_type: LayerType, dtype: torch.dtype, first: int = 0) -> Float[Tensor, "Q 1 n S"]:
         """The additive mask of the new nodes in layers of one type: 0 or the smallest number of `dtype`.
@@ -115,3 +134,25 @@ class AttentionMetadata:
         prefix = torch.arange(first, self.num_prefix, device=self.device, dtype=torch.long).expand(len(nodes), -1)
         padding = num_left_padding(self.prompt_mask, self.device)
         return layer_type.too_far(torch.cat([prefix, nodes], dim=1), nodes[:, self.num_cached :], padding)
+
+
+@dataclass
+class TreeMask:
+    """A placeholder for the mask of a forward over whole trees, which is built only if the forward needs one.
+
+    Building and decoding a real mask takes a tenth of a small model's forward.
+
+    Attributes:
+        metadata: metadata of the forward, which has `visible_ranges`.
+        make: function that builds the mask.
+        is_made: whether the mask was built.
+    """
+
+    metadata: AttentionMetadata
+    make: Callable[[], Any]
+    is_made: bool = False
+
+    def build(self) -> Any:
+        """The real mask, for a forward that needs one."""
+        self.is_made = True
+        return self.make()

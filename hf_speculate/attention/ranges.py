@@ -1,75 +1,75 @@
-"""A tree's attention mask that is built only if a forward needs it."""
+"""Visible ranges of the nodes of trees: the form of a mask that the kernel for packed weights reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 
-@dataclass
-class TreeMask:
-    """A placeholder for the mask of a forward over whole trees after a prefix that every node sees.
+Ranges = tuple[Int[Tensor, " F"], Int[Tensor, "S 2"]]
+"""Two int32 tensors: the offsets of each node's ranges (F is the number of all nodes plus 1), and the ranges, each as
+its first entry and its end."""
 
-    Building and decoding a real mask takes a tenth of a small model's forward.
 
-    Attributes:
-        parents: index of each node's parent, one sequence a row.
-        num_before: number of cache entries before the trees.
-        make: function that builds the mask.
-        is_made: whether the mask was built.
+def ranges_of_trees(
+    parents: Sequence[Sequence[int]], starts: Sequence[int], lengths: Sequence[int], num_prefix: int
+) -> Ranges:
+    """The visible ranges of each node: its row's text, its ancestors and itself.
+
+    Args:
+        parents: index of each node's parent, one sequence a row. Nodes are entries from `num_prefix` on.
+        starts, lengths: first real entry of each row's text, and its end.
     """
+    if not any(starts) and min(lengths) == num_prefix:  # every node sees the same text
+        offsets, without_text, counts = _ranges_after_text(tuple(map(tuple, parents)))
+        return offsets, torch.add(without_text, counts, alpha=num_prefix)
+    offsets, ranges = [0], []
+    for of_row, start, length in zip(parents, starts, lengths, strict=True):
+        for path in _paths(of_row):
+            ranges += _joined([start, length], (num_prefix + node for node in path))
+            offsets.append(len(ranges))
+    return _int32(offsets), _int32(ranges)
 
-    parents: Sequence[Sequence[int]]
-    num_before: int
-    make: Callable[[], Any]
-    is_made: bool = False
 
-    def build(self) -> Any:
-        """The real mask, for a forward that needs one."""
-        self.is_made = True
-        return self.make()
+def _paths(parents: Sequence[int]) -> Iterator[list[int]]:
+    """The ancestors of each node, root first, and the node itself."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+        yield paths[-1]
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes of each row."""
-        return len(self.parents[0])
 
-    def visible_ranges(self) -> tuple[Int[Tensor, " F"], Int[Tensor, "S 2"]]:
-        """The visible ranges of each node: everything before the trees, its ancestors and itself.
-
-        Returns:
-            Two int32 tensors: the offsets of each node's ranges (F is the number of all nodes plus 1), and the ranges,
-            each as its first entry and its end.
-        """
-        offsets, behind, counts = _ranges(tuple(map(tuple, self.parents)))
-        return offsets, torch.add(behind, counts, alpha=self.num_before)
+def _joined(first: list[int], entries: Iterator[int]) -> list[list[int]]:
+    """Ranges of a first one and of entries after it, those that touch in one."""
+    ranges = [first]
+    for entry in entries:
+        if ranges[-1][1] == entry:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([entry, entry + 1])
+    return ranges
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)  # cached for later requests, which may run in another mode
-def _ranges(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets as in `TreeMask.visible_ranges`, and the ends of ranges relative to the first node.
+def _ranges_after_text(parents: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets of the ranges of nodes that see the same text, and the ends of ranges without that text.
 
-    The last tensor is 0 for an end at the beginning of the text, and 1 for an end after the prefix.
+    The last tensor is 0 for an end at the beginning of the text, and 1 for an end after it.
     """
-    offsets, behind, counts = [0], [], []
+    offsets, ends, counts = [0], [], []
     for of_row in parents:
-        paths: list[list[int]] = []
-        for node, parent in enumerate(of_row):
-            paths.append([*(paths[parent] if parent >= 0 else ()), node])
-            found = [[0, 0]]  # the prefix
-            for seen in paths[-1]:
-                if found[-1][1] == seen:
-                    found[-1][1] += 1
-                else:
-                    found.append([seen, seen + 1])
-            behind += found
-            counts += [[0, 1], *[[1, 1]] * (len(found) - 1)]
-            offsets.append(len(behind))
-    return tuple(torch.tensor(values, dtype=torch.int32, device="cpu") for values in (offsets, behind, counts))  # type: ignore[return-value]
+        for path in _paths(of_row):
+            of_node = _joined([0, 0], iter(path))
+            ends += of_node
+            counts += [[0, 1], *[[1, 1]] * (len(of_node) - 1)]
+            offsets.append(len(ends))
+    return _int32(offsets), _int32(ends), _int32(counts)
+
+
+def _int32(values: Sequence[int] | Sequence[list[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

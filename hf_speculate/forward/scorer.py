@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMetadata, Mask, TreeAttention, TreeMask, tree_backends
+from ..attention import AttentionMetadata, Mask, TreeAttention, TreeMask, prompt_starts, tree_backends
 from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..stats import EAGER, NATIVE, RunnerRecord
 from ..target import (
@@ -211,6 +211,7 @@ class Scorer:
         self.shape = shape
         self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
         self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
+        self._starts: tuple[Tensor | None, Sequence[int] | None] = None, None  # a mask and its starts
         self._num_idle = 0
         self.forward_kwargs = dict(forward_kwargs or {})
         self.token_kwargs = dict(token_kwargs or {})
@@ -285,18 +286,21 @@ class Scorer:
             nodes.num_cached,
             self.prompt_mask,
             [nodes.root_positions[row] for row in self.cache.rows],
+            starts=self._text_starts(),
         )
 
     def arranged_mask(self, nodes: Nodes, metadata: AttentionMetadata) -> Mask | TreeMask:
         """The mask in the form for the model, or the tree alone if the model can take it."""
-        tree, sees_prefix = nodes.tree, metadata.visible_prefix is None and not self.has_windows
-        arrange = partial(self._arranged, metadata, sees_prefix)
-        is_whole = self.shape == "tree" and not nodes.num_cached and tree.num_nodes > 1
-        if not is_whole or not sees_prefix or not tree.is_small or not takes_tree_masks(self.model):
-            return arrange()
-        return TreeMask(tree.host.parents, metadata.num_prefix, arrange)
+        tree, is_whole = nodes.tree, self.shape == "tree" and not nodes.num_cached and not self.has_windows
+        needs_mask = tree.num_nodes > 1 or metadata.is_ragged
+        if not is_whole or not needs_mask or metadata.starts is None or not tree.is_small:
+            return self._arranged(metadata)
+        if not takes_tree_masks(self.model):
+            return self._arranged(metadata)
+        return TreeMask(metadata, partial(self._arranged, metadata))
 
-    def _arranged(self, metadata: AttentionMetadata, sees_prefix: bool) -> Mask:
+    def _arranged(self, metadata: AttentionMetadata) -> Mask:
+        sees_prefix = metadata.visible_prefix is None and not self.has_windows
         return self.attention.arrange(self.mask(metadata), metadata.num_nodes, sees_prefix)
 
     def of_all_kinds(self, positions: Tensor) -> Tensor:
@@ -381,6 +385,16 @@ class Scorer:
             mask = self._whole_prompt_mask[list(self.cache.rows)]
             self._masked_rows, self._mask_of_rows = self.cache.rows, None if mask.all() else mask
         return self._mask_of_rows
+
+    def _text_starts(self) -> Sequence[int] | None:
+        """`AttentionMetadata.starts`. On other devices than the kernel's nothing reads them, and they cost a wait."""
+        if self._native is None:
+            return None
+        if (mask := self.prompt_mask) is None:
+            return [0] * len(self.cache.rows)
+        if self._starts[0] is not mask:
+            self._starts = mask, prompt_starts(mask, len(mask))
+        return self._starts[1]
 
     @property
     def attention_dtype(self) -> torch.dtype:

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_speculate.attention import TreeMask
+from hf_speculate.attention.ranges import ranges_of_trees
 from hf_speculate.cache import TreeCache, as_cache
 from hf_speculate.forward import Scorer
 from hf_speculate.tree import DraftTree, TreePlan, additive
@@ -62,12 +63,56 @@ def test_visible_ranges_are_those_of_the_mask(parents):
     for num_before in (0, 1, 40):
         mask = torch.cat([torch.ones(*visible.shape[:2], num_before, dtype=torch.bool), visible], dim=2)
         expected = ranges_of_mask(additive(mask, torch.float32)[:, None], *visible.shape[:2], mask.shape[2])
-        offsets, ranges = TreeMask(parents, num_before, lambda: None).visible_ranges()
+        offsets, ranges = ranges_of_trees(parents, [0] * len(parents), [num_before] * len(parents), num_before)
         if num_before:
             assert torch.equal(offsets, expected[0])
             assert torch.equal(ranges, expected[1][: len(ranges)])
         else:  # an empty range of nothing before
             assert (ranges[:, 1] >= ranges[:, 0]).all()
+
+
+@pytest.mark.parametrize("parents", [(BINARY, LATE), (PADDED, LATE)], ids=str)
+@pytest.mark.parametrize(
+    ("starts", "lengths"), [((0, 3), (9, 9)), ((0, 0), (9, 4)), ((2, 0), (5, 9)), ((8, 0), (9, 1))]
+)
+def test_ranges_of_trees_after_rows_of_several_lengths(starts, lengths, parents):
+    visible = TreePlan.from_parents(parents).ancestors
+    entries = torch.arange(9)
+    prefix = torch.stack([(start <= entries) & (entries < end) for start, end in zip(starts, lengths, strict=True)])
+    mask = torch.cat([prefix[:, None].expand(-1, visible.shape[1], -1), visible], dim=2)
+    offsets, ranges = ranges_of_mask(additive(mask, torch.float32)[:, None], *visible.shape[:2], mask.shape[2])
+    found = ranges_of_trees(parents, starts, lengths, 9)
+    assert torch.equal(found[0], offsets)
+    assert torch.equal(found[1], ranges[: offsets[-1]])
+
+
+@pytest.mark.parametrize("num_nodes", [1, 8])
+@pytest.mark.parametrize("holes", ["left padding", "rows of several lengths", "both", "in the prompt"])
+def test_logits_of_ragged_rows_are_those_behind_a_mask(holes, num_nodes, model, masks, monkeypatch):
+    def scored():
+        mask = torch.ones(2, 11, dtype=torch.bool)
+        if holes in ("left padding", "both"):
+            mask[1, :3] = False
+        if holes == "in the prompt":
+            mask[1, 4:6] = False
+        cache = TreeCache(DynamicCache(config=model.config), 2)
+        with torch.no_grad():
+            model(ids(2, 11), attention_mask=mask.long(), **as_cache(cache.cache), use_cache=True)
+        cache.commit_appended()
+        scorer = Scorer(model, cache, mask)
+        if holes in ("rows of several lengths", "both"):
+            score(scorer, tree_of(BINARY, BINARY))
+            cache.keep([[0], [0, 1, 3]])
+        masks.clear()
+        positions = [int(row.sum()) + length - 11 for row, length in zip(mask, cache.lengths, strict=True)]
+        tree = DraftTree.root_only(ids(2, 1)[:, 0]) if num_nodes == 1 else tree_of(BINARY, LATE)
+        with torch.no_grad():
+            return scorer(tree, positions).logits
+
+    found = scored()
+    assert [type(mask) for mask in masks] == [torch.Tensor if holes == "in the prompt" else TreeMask]
+    monkeypatch.setattr("hf_speculate.forward.scorer.takes_tree_masks", lambda _: False)
+    assert torch.equal(found, scored())
 
 
 @pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE)], ids=str)

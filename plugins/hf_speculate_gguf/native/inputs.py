@@ -104,9 +104,10 @@ class Inputs:
         """The visible ranges of queries, for each type of layer. Raises `Refused` if the kernel cannot read masks."""
         size, given, windows = self.ids.shape, self.mask, buffers.native.windows
         if isinstance(given, TreeMask):
-            if given.num_before != past or (len(given.parents), given.num_nodes) != tuple(size) or any(windows):
+            trees = given.metadata
+            if trees.num_prefix != past or (len(trees.lengths), trees.num_nodes) != tuple(size) or any(windows):
                 raise Refused("a tree that does not follow the entries of the cache")
-            return [given.visible_ranges() for _ in LAYER_TYPES]
+            return [trees.visible_ranges()] * len(LAYER_TYPES)
         visible: list[VisibleRanges] = []
         for is_windowed, layer_type in enumerate(LAYER_TYPES):
             examples = [index for index, window in enumerate(windows) if (window is not None) == bool(is_windowed)]

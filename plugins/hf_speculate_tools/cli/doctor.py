@@ -65,7 +65,8 @@ def diagnose(
     attention = f", attention: {backends}" if backends else ""
     asked = f"{first['num_prompts']} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
     title = f"{name}, {first['environment']['threads']} threads{attention}: {asked}"
-    report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), advice], json_only=json_only)
+    slower = [f"{row['drafter']}: {row['fallback']}" for row in rows if row["fallback"]]
+    report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), *slower, advice], json_only=json_only)
 
 
 def _by_backend(settings: GenerateSettings, gguf_backend: str | None) -> dict[str, dict[str, Any]]:
@@ -91,7 +92,8 @@ def _rows(backend: str, result: dict[str, Any]) -> list[dict[str, Any]]:
 
     `token_ms`: milliseconds of a token of stock `generate` after the prompt. `round_ms`: milliseconds of a round with a
     draft. `needed`, `yields`: tokens per drafted round to break even, and as measured. `recorded`: the same in the
-    head's training. `speedup`: stock's seconds divided by the drafter's; None after few drafts.
+    head's training. `speedup`: stock's seconds divided by the drafter's; None after few drafts. `fallback`: sentence on
+    what keeps forwards from their fastest runner; "" if nothing does.
     """
     plain, *ours = result["rows"]
     rows = []
@@ -100,13 +102,13 @@ def _rows(backend: str, result: dict[str, Any]) -> list[dict[str, Any]]:
         tokens = stats["calls"] * _NEW_TOKENS
         plain_seconds = tokens / plain["tokens_per_second"]["median"] - stats["prefill_seconds"]
         token_ms = 1e3 * plain_seconds / (tokens - stats["calls"])
-        found = {"backend": backend, "drafter": row["spec"], "token_ms": token_ms, "rounds": stats["rounds"]}
+        measured = {"backend": backend, "drafter": row["spec"], "token_ms": token_ms, "rounds": stats["rounds"]}
         if stats["rounds"]:
             round_ms = 1e3 * statistics.median(stats["round_seconds_with_draft"])
-            found |= {"round_ms": round_ms, "needed": round_ms / token_ms}
+            measured |= {"round_ms": round_ms, "needed": round_ms / token_ms}
         speedup = row["speedup"]["eager"] if stats["rounds"] >= _MIN_ROUNDS else None
         recorded = {"yields": stats["mean_acceptance_length"], "recorded": row["recorded_length"]}
-        rows.append(found | recorded | {"speedup": speedup})
+        rows.append(measured | recorded | {"speedup": speedup, "fallback": stats["dearest_fallback"]})
     return rows
 
 
