@@ -22,6 +22,7 @@ from .per_node import PerNodeAttention as PerNodeAttention
 from .per_node import Sizes as Sizes
 from .per_node import attending_per_node as attending_per_node
 from .per_node import depth_first as depth_first
+from .prefix import PromptRows as PromptRows
 from .prefix import prefix_mask as prefix_mask
 from .prefix import prompt_starts as prompt_starts
 from .tree_kernel import DeviceTree as DeviceTree

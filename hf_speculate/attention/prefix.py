@@ -19,6 +19,35 @@ def prompt_starts(prompt_mask: Tensor | None, num_rows: int) -> list[int] | None
     return starts[:, 0].tolist() if is_plain else None
 
 
+class PromptRows:
+    """The mask of a prompt, for the rows that a cache holds.
+
+    Args:
+        mask: bool or int [B, P], False for left padding and holes; None when all entries are real.
+        rows: indices of the rows that the cache holds now.
+    """
+
+    def __init__(self, mask: Tensor | None, rows: Sequence[int]):
+        self._whole = None if mask is None else mask.bool()
+        self._rows, self._mask = rows, self._whole
+        self._starts: tuple[Tensor, Sequence[int] | None] | None = None  # a mask and its starts
+
+    def mask(self, rows: Sequence[int]) -> Tensor | None:
+        """bool [R, P] for these rows of the batch; None when all of their entries are real."""
+        if self._rows is not rows and self._whole is not None:
+            mask = self._whole[list(rows)]
+            self._rows, self._mask = rows, None if mask.all() else mask
+        return self._mask
+
+    def starts(self, rows: Sequence[int]) -> Sequence[int] | None:
+        """`prompt_starts` of these rows of the batch."""
+        if (mask := self.mask(rows)) is None:
+            return [0] * len(rows)
+        if self._starts is None or self._starts[0] is not mask:
+            self._starts = mask, prompt_starts(mask, len(mask))
+        return self._starts[1]
+
+
 def num_left_padding(prompt_mask: Tensor | None, device: torch.device) -> Tensor:
     """int64 [B, 1], number of entries before the first real one of every row; [1, 1] without a mask."""
     if prompt_mask is None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..attention import AttentionMetadata, Mask, TreeAttention, TreeMask, prompt_starts, tree_backends
+from ..attention import AttentionMetadata, Mask, PromptRows, TreeAttention, TreeMask, tree_backends
 from ..cache import PreallocatedLayer, TreeCache, as_cache
 from ..stats import EAGER, NATIVE, RunnerRecord
 from ..target import (
@@ -209,9 +209,7 @@ class Scorer:
         self.cache.mover = None if native is None else native.move_entries
         self._native = native_decoder_runner(model)
         self.shape = shape
-        self._whole_prompt_mask = None if prompt_mask is None else prompt_mask.bool()
-        self._masked_rows, self._mask_of_rows = cache.rows, self._whole_prompt_mask
-        self._starts: tuple[Tensor | None, Sequence[int] | None] = None, None  # a mask and its starts
+        self._prompt = PromptRows(prompt_mask, cache.rows)
         self._num_idle = 0
         self.forward_kwargs = dict(forward_kwargs or {})
         self.token_kwargs = dict(token_kwargs or {})
@@ -286,7 +284,8 @@ class Scorer:
             nodes.num_cached,
             self.prompt_mask,
             [nodes.root_positions[row] for row in self.cache.rows],
-            starts=self._text_starts(),
+            # only the kernel reads them, and on another device they cost a wait
+            starts=None if self._native is None else self._prompt.starts(self.cache.rows),
         )
 
     def arranged_mask(self, nodes: Nodes, metadata: AttentionMetadata) -> Mask | TreeMask:
@@ -381,20 +380,7 @@ class Scorer:
     @property
     def prompt_mask(self) -> Tensor | None:
         """bool [R, M0] for the rows that the cache holds; None when all entries are real."""
-        if self._masked_rows is not self.cache.rows and self._whole_prompt_mask is not None:
-            mask = self._whole_prompt_mask[list(self.cache.rows)]
-            self._masked_rows, self._mask_of_rows = self.cache.rows, None if mask.all() else mask
-        return self._mask_of_rows
-
-    def _text_starts(self) -> Sequence[int] | None:
-        """`AttentionMetadata.starts`. On other devices than the kernel's nothing reads them, and they cost a wait."""
-        if self._native is None:
-            return None
-        if (mask := self.prompt_mask) is None:
-            return [0] * len(self.cache.rows)
-        if self._starts[0] is not mask:
-            self._starts = mask, prompt_starts(mask, len(mask))
-        return self._starts[1]
+        return self._prompt.mask(self.cache.rows)
 
     @property
     def attention_dtype(self) -> torch.dtype:

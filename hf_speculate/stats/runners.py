@@ -54,7 +54,12 @@ class RunnerRecord:
 
 
 def dearest_fallback(counts: Counters) -> str:
-    """The sentence on the fallback that costs the most time; "" without one.
+    """The sentence on the fallback that costs the most time; "" without one."""
+    return slower_runner(counts) or next((f"{reason}." for reason, _ in counts.fallbacks.most_common()), "")
+
+
+def slower_runner(counts: Counters) -> str:
+    """The sentence on forwards that a faster runner did not run; "" without any.
 
     Most of a round is the target's forward. So a slower runner of the target comes first, and one of the draft second.
     """
@@ -63,7 +68,7 @@ def dearest_fallback(counts: Counters) -> str:
         if runners[EAGER] and reasons:
             eager = f"{runners[EAGER]} of {runners.total()} forwards of the {whose} were eager"
             return f"{eager}, {reasons[0].removeprefix(subject)}."
-    return next((f"{reason}." for reason, _ in counts.fallbacks.most_common()), "")
+    return ""
 
 
 def _is_of_runner(reason: str, subject: str) -> bool:

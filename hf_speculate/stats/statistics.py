@@ -9,7 +9,7 @@ from typing import Any
 
 from .advice import Advice, shortfall, verdict
 from .counters import Counters
-from .runners import dearest_fallback
+from .runners import dearest_fallback, slower_runner
 
 
 _BAR = 24  # characters of a bar that stands for 1.0
@@ -110,8 +110,8 @@ def _lines(counts: Counters) -> Iterator[tuple[str, str]]:
         yield "forwards", _runners(counts)
     for reason, number in counts.fallbacks.most_common():
         yield "fallback", f"{reason} ({number}x)"
-    if dearest := dearest_fallback(counts):
-        yield "costs the most", dearest
+    if slower := slower_runner(counts):
+        yield "costs the most", slower
 
 
 def _runners(counts: Counters) -> str:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_speculate_tools import cli
-from hf_speculate_tools.cli.doctor import advise
+from hf_speculate_tools.cli.doctor import advise, fallbacks_of
 
 from ..docs.pages import REPOSITORY
 
@@ -37,6 +37,18 @@ def test_doctor_measures_the_bundled_code_model():
     assert head["needed"] == pytest.approx(head["round_ms"] / head["token_ms"], rel=1e-3)
     assert head["speedup"] > 0
     assert lookup["recorded"] is None
+    assert head["fallback"] == lookup["fallback"] == ""
+
+
+def test_fallbacks_of_rows_name_backend_and_drafter():
+    rows = [
+        row("a", 10, 1.5, "native") | {"fallback": "8 of 8 forwards of the target were eager, not native: autocast."}
+    ]
+    rows += [row("b", 10, 1.5) | {"fallback": ""}, row("c", 10, 1.5) | {"fallback": "beams."}]
+    assert fallbacks_of(rows) == [
+        "native a: 8 of 8 forwards of the target were eager, not native: autocast.",
+        "c: beams.",
+    ]
 
 
 @pytest.mark.parametrize(

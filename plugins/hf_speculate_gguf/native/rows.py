@@ -111,13 +111,13 @@ def tree_rows(
 
 def _check_states(states: Tensor, dtype: torch.dtype, num_rows: int) -> None:
     """Raises `Refused` unless the kernel takes rows with such states, and this many."""
+    check_not_intercepted()  # autocast changes the dtype of states
     if type(states) is not Tensor or not states.is_cpu or states.dtype is not dtype:
         raise Refused(f"states that are not {dtype} on the CPU")
     if not 0 < num_rows <= MOST_ROWS:
         raise Refused(f"{num_rows} rows in one forward; the kernel takes 1 to {MOST_ROWS}")
     if states.requires_grad and torch.is_grad_enabled():
         raise Refused(GRADIENTS)
-    check_not_intercepted()
 
 
 def check_not_intercepted() -> None:

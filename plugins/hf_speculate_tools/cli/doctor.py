@@ -65,8 +65,8 @@ def diagnose(
     attention = f", attention: {backends}" if backends else ""
     asked = f"{first['num_prompts']} built-in prompts, {_NEW_TOKENS} tokens each, greedy"
     title = f"{name}, {first['environment']['threads']} threads{attention}: {asked}"
-    slower = [f"{row['drafter']}: {row['fallback']}" for row in rows if row["fallback"]]
-    report(result, [Grid.of(title, rows, _COLUMNS, groups=("backend",)), *slower, advice], json_only=json_only)
+    grid = Grid.of(title, rows, _COLUMNS, groups=("backend",))
+    report(result, [grid, *fallbacks_of(rows), advice], json_only=json_only)
 
 
 def _by_backend(settings: GenerateSettings, gguf_backend: str | None) -> dict[str, dict[str, Any]]:
@@ -110,6 +110,12 @@ def _rows(backend: str, result: dict[str, Any]) -> list[dict[str, Any]]:
         recorded = {"yields": stats["mean_acceptance_length"], "recorded": row["recorded_length"]}
         rows.append(measured | recorded | {"speedup": speedup, "fallback": stats["dearest_fallback"]})
     return rows
+
+
+def fallbacks_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each drafter with forwards that a faster runner did not run."""
+    slower = [row for row in rows if row["fallback"]]
+    return [f"{row['backend']} {row['drafter']}: {row['fallback']}".lstrip() for row in slower]
 
 
 def advise(rows: Sequence[dict[str, Any]]) -> str:
