@@ -201,7 +201,7 @@ class RecurrentForward(Forward):
         if self._shifts is None:
             self._shifts = [position - cache.append_index for position in nodes.root_positions]
         if not cache.is_current and cache.rerun.shape[1] > MAX_RERUN:
-            self.settle(scorer)
+            self._advance(scorer)
         rerun = cache.begin(tree.token_ids)
         scorer.num_rerun = rerun.shape[1]
         token_ids = torch.cat([rerun, tree.token_ids.to(rerun.device)], dim=1)
@@ -212,7 +212,11 @@ class RecurrentForward(Forward):
                 output[name] = tuple(None if state is None else state[..., scorer.num_rerun :, :] for state in states)
         return output
 
-    def settle(self, scorer: Scorer) -> None:
+    def finish(self, scorer: Scorer) -> None:
+        self._advance(scorer)
+        super().finish(scorer)
+
+    def _advance(self, scorer: Scorer) -> None:
         """Advances the states to everything committed."""
         cache = _cache(scorer)
         if not cache.is_current:

@@ -156,8 +156,8 @@ class Forward:
         """Whether the next forward can only be a plain decoding step."""
         return False
 
-    def settle(self, scorer: Scorer) -> None:
-        """Advances the cache to everything committed, if it lags behind. The request ends here."""
+    def finish(self, scorer: Scorer) -> None:
+        """Ends the request. A cache that lags behind gets all committed entries, and runners release what they hold."""
         for runner in self.runners:
             runner.release(scorer)
 
@@ -354,9 +354,9 @@ class Scorer:
     def _can_leave_out(self) -> bool:
         return self.forward.can_leave_rows_out and not may_hold_rows(self.model, self.forward_kwargs)
 
-    def settle(self) -> None:
-        """Advances the cache to everything committed, if it lags behind."""
-        self.forward.settle(self)
+    def finish(self) -> None:
+        """Ends the request (`Forward.finish`)."""
+        self.forward.finish(self)
 
     def mask(self, metadata: AttentionMetadata) -> Tensor | dict[str, Tensor] | None:
         """The attention mask of a forward.

@@ -58,7 +58,7 @@ class Ahead:
         self._state = replace(state, root_ids=root, num_emitted=(num_emitted,), max_depth=max_depth)
         self._pending = self._drafting.ahead(self._state, path[1:])
 
-    def settle(self, emitted: Sequence[int], *, is_over: bool) -> float:
+    def resolve(self, emitted: Sequence[int], *, is_over: bool) -> float:
         """Compares the guess with the outcome; returns the seconds spent waiting for the drafter.
 
         Args:

@@ -113,16 +113,16 @@ class Decoding:
             is_ahead=self.ahead is not None and self.ahead.was_taken,
         )
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Cuts the cache to what was delivered, and leaves the RNG where plain `generate` would."""
         self.meter.close()
         self.cache.bring_back()
         emitted = self.rows.sequences.num_emitted
         delivered = emitted if self.delivery is None else [min(self.delivery.num_steps, n) for n in emitted]
         if self.rows.prompt_lengths is not None:
-            wanted = zip(self.rows.settled_lengths(delivered), self.cache.lengths, strict=True)
+            wanted = zip(self.rows.final_lengths(delivered), self.cache.lengths, strict=True)
             self.cache.truncate(list(map(min, wanted)))
-            self.scorer.settle()
+            self.scorer.finish()
         if self.cache.is_ragged:  # the next turn masks these entries, so they must be finite
             self.cache.clear_uncommitted()
         self.cache.release()

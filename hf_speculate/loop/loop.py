@@ -124,13 +124,13 @@ def verify(run: Decoding, tree: DraftTree, output: Any) -> tuple[DraftTree, Any,
         with run.meter.verifying():
             run.verifier.verify(output.logits, tree, verdict)
     if (ahead := run.ahead) is not None:
-        run.meter.settle_ahead(lambda: ahead.settle(verdict.tokens[0], is_over=not run.is_unfinished))
+        run.meter.wait_for_ahead(lambda: ahead.resolve(verdict.tokens[0], is_over=not run.is_unfinished))
     return tree, output, verdict
 
 
 def _scored_again(run: Decoding, roots: DraftTree) -> Any:
     """The output of plain steps, in place of one that is not finite because of the drafts."""
-    run.stats.fallbacks["scored again without the draft: it led to states that are not finite"] += 1
+    run.stats.fallbacks["scored again without the draft: it led to states that are not finite"] = 1
     run.depth = 0
     run.cache.clear_uncommitted()
     output = score(run, roots)
@@ -157,7 +157,7 @@ def publish(run: Decoding, round: Round, output: Any) -> None:
 def end(run: Decoding) -> None:
     """Leaves cache, session and RNG consistent with what was delivered. It works after any interruption."""
     with ExitStack() as ends:
-        for step in (run.policy.close, run.drafting.close, run.settle):  # the last one runs first
+        for step in (run.policy.close, run.drafting.close, run.finish):  # the last one runs first
             ends.callback(step)
         ends.callback(_keep_emitted, run)
 

@@ -135,10 +135,10 @@ class Meter:
             yield
         self._leave_out_others("target_seconds")
 
-    def settle_ahead(self, settle: Callable[[], float]) -> None:
-        """Runs `settle`, which waits for a draft made ahead: the seconds that it returns belong to the next round."""
+    def wait_for_ahead(self, resolve: Callable[[], float]) -> None:
+        """Runs `resolve`, which waits for a draft made ahead: the seconds that it returns belong to the next round."""
         with self._stats.timed("drafter_seconds"):
-            self._clock.put_off(settle())
+            self._clock.put_off(resolve())
 
     def end_round(self) -> RoundSeconds:
         """Ends the round; from here on its listeners are called."""

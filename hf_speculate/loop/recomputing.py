@@ -42,8 +42,8 @@ class RecomputingForward(Forward):
     def takes_root_only(self, scorer: Scorer) -> bool:
         return scorer.cache.append_index == self._switch
 
-    def settle(self, scorer: Scorer) -> None:
-        self._others.settle(scorer)
+    def finish(self, scorer: Scorer) -> None:
+        self._others.finish(scorer)
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any:
         """The output for the nodes. If everything was recomputed, `whole_output` of the scorer has that step's

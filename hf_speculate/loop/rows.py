@@ -75,8 +75,8 @@ class Rows:
         emitted = self.sequences.num_emitted
         if self.are_padded:
             return len(set(emitted)) > 1
-        pairs = zip(cache.lengths, self.settled_lengths(emitted), strict=True)
-        return self._owe_eos and any(num_cached < settled for num_cached, settled in pairs)
+        pairs = zip(cache.lengths, self.final_lengths(emitted), strict=True)
+        return self._owe_eos and any(num_cached < final for num_cached, final in pairs)
 
     def done(self, cache: TreeCache) -> list[int]:
         """Finished rows that need no more forwards. Rows that continue with padding are not among them."""
@@ -91,7 +91,7 @@ class Rows:
         owing = [row for row in cache.rows if self._owes_eos(row, cache)]
         return [path or ([0] if row in owing else path) for row, path in enumerate(verdict.paths)]
 
-    def settled_lengths(self, num_new: Sequence[int]) -> list[int]:
+    def final_lengths(self, num_new: Sequence[int]) -> list[int]:
         """Number of entries of real tokens in stock's cache after `num_new` new tokens per row. The last step's tokens
         have none."""
         assert self.prompt_lengths is not None

@@ -154,7 +154,7 @@ class TestStates:
         scorer(DraftTree.chain(ids[:, 8:12]), [8])
         scorer.cache.keep([list(range(4))])
         scorer.cache.truncate([8 + kept])
-        scorer.settle()
+        scorer.finish()
         scorer.cache.release()
         assert scorer.cache.cache.get_seq_length() == 8 + kept
         found = model(ids[:, 8 + kept : 9 + kept] if kept < 4 else prompt(1), **as_cache(scorer.cache.cache))

@@ -313,8 +313,8 @@ class TestInterruptions:
 
     @staticmethod
     def watch(patch, runs):
-        settle = Decoding.settle
-        patch.setattr(Decoding, "settle", lambda run: (runs.append(run), settle(run)))
+        finish = Decoding.finish
+        patch.setattr(Decoding, "finish", lambda run: (runs.append(run), finish(run)))
 
 
 class TestSlidingWindow:
