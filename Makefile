@@ -43,8 +43,8 @@ slow: $(SETUP)
 # What touches transformers, with its newest release on the package index, in an environment of its own. (pip complains
 # where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
 NEWEST := .venv-newest
-CORE := tests/cache tests/verification tests/target tests/attention tests/forward tests/drafting tests/generation tests/lossless tests/conformance \
-	tests/test_compatibility.py tests/test_streaming.py
+CORE := tests/cache tests/verification tests/target tests/attention tests/forward tests/drafting tests/loop tests/request tests/lossless \
+	tests/conformance tests/test_compatibility.py
 
 newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub
@@ -60,7 +60,7 @@ $(NEWEST)/.installed: pyproject.toml
 # The core with the oldest transformers, one of the middle, and the newest that the package was made with; then `newest`.
 # (pip complains of other packages, and old versions want other huggingface_hub and tokenizers: each has its environment.)
 VERSIONS := 5.5.4 5.10.4 5.17.0 5.24.0
-OF_VERSIONS := tests/generation tests/cache tests/verification tests/lossless tests/target tests/attention tests/forward tests/drafting tests/policy \
+OF_VERSIONS := tests/loop tests/request tests/cache tests/verification tests/lossless tests/target tests/attention tests/forward tests/drafting tests/policy \
 	$(addprefix tests/plugins/,block combined draft_model eagle grammar medusa mtp prompt_lookup suffix)
 TEST_VERSIONS := $(addprefix test-versions-,$(VERSIONS) newest)
 
