@@ -43,8 +43,8 @@ slow: $(SETUP)
 # What touches transformers, with its newest release on the package index, in an environment of its own. (pip complains
 # where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
 NEWEST := .venv-newest
-CORE := tests/cache tests/verification tests/target tests/attention tests/forward tests/drafting tests/generation tests/lossless tests/conformance \
-	tests/test_compatibility.py tests/test_streaming.py
+CORE := tests/cache tests/verification tests/target tests/attention tests/forward tests/drafting tests/loop tests/request tests/lossless \
+	tests/conformance tests/test_compatibility.py
 
 newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub
@@ -60,7 +60,7 @@ $(NEWEST)/.installed: pyproject.toml
 # The core with the oldest transformers, one of the middle, and the newest that the package was made with; then `newest`.
 # (pip complains of other packages, and old versions want other huggingface_hub and tokenizers: each has its environment.)
 VERSIONS := 5.5.4 5.10.4 5.17.0 5.24.0
-OF_VERSIONS := tests/generation tests/cache tests/verification tests/lossless tests/target tests/attention tests/forward tests/drafting tests/policy \
+OF_VERSIONS := tests/loop tests/request tests/cache tests/verification tests/lossless tests/target tests/attention tests/forward tests/drafting tests/policy \
 	$(addprefix tests/plugins/,block combined draft_model eagle grammar medusa mtp prompt_lookup suffix)
 TEST_VERSIONS := $(addprefix test-versions-,$(VERSIONS) newest)
 
@@ -139,7 +139,7 @@ NATIVE_TESTS := tests/native tests/plugins/test_native_trees.py tests/verificati
 sanitize: $(SETUP)
 	CXX=g++ LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q -p tests.support.sanitized -m "not gpu and not slow" $(NATIVE_TESTS) \
-  --ignore tests/native/test_native.py --deselect tests/native/test_targets.py::test_resident_memory
+  --ignore tests/native/test_native.py --deselect tests/native/test_targets.py::test_resident_memory_stays_near_the_size_of_the_file
 
 # With a GPU: the tests marked `gpu`, then a report of what it does with this version. make gpu ARGS="--out FILE"
 gpu: $(SETUP)

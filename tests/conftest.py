@@ -26,6 +26,9 @@ from .support.tiers import is_rest
 from .support.triton_kernels import interpreted as interpreted
 
 
+# Folders of whole requests, which run with unchecked shapes.
+WHOLE_REQUESTS = ("lossless", "loop", "request")
+
 # Tests are about trees: what is drafted must not depend on the clock. Those about the policy ask for it.
 os.environ["HF_SPECULATE_ADAPTIVE"] = "0"
 
@@ -71,6 +74,13 @@ def unchecked_shapes():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _fast_requests(request):
+    """`unchecked_shapes` in the folders of whole requests."""
+    if request.path.relative_to(TESTS).parts[0] in WHOLE_REQUESTS:
+        request.getfixturevalue("unchecked_shapes")
 
 
 @pytest.fixture

@@ -58,8 +58,8 @@ def switched(monkeypatch):
 
 
 @pytest.mark.usefixtures("cpu_chooses")
-class TestTheContext:
-    def test_nested(self, switched):
+class TestTreeBackends:
+    def test_tree_backends_nest_and_restore_cudnn(self, switched):
         with tree_backends(CPU):
             with tree_backends(CPU):
                 pass
@@ -69,7 +69,7 @@ class TestTheContext:
             assert not cuda.cudnn_sdp_enabled()
         assert switched == [False, True]
 
-    def test_a_user_who_switched_it_off_keeps_it_off(self, switched):
+    def test_tree_backends_keep_cudnn_off_for_users_who_disabled_it(self, switched):
         cuda.enable_cudnn_sdp(False)
         with tree_backends(CPU):
             assert not cuda.cudnn_sdp_enabled()
@@ -78,7 +78,7 @@ class TestTheContext:
         assert switched == [False, True]
 
     @pytest.mark.parametrize("chosen", [[SDPBackend.CUDNN_ATTENTION], [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]])
-    def test_a_user_who_allows_nothing_that_takes_every_mask_keeps_cudnn(self, chosen):
+    def test_tree_backends_keep_cudnn_if_the_math_backend_is_off(self, chosen):
         """Without cuDNN no kernel would be left, which is an error of torch."""
         has_math = SDPBackend.MATH in chosen
         with sdpa_kernel(chosen):
@@ -87,7 +87,7 @@ class TestTheContext:
                 assert cuda.cudnn_sdp_enabled() == (not has_math)
             assert cuda.cudnn_sdp_enabled()
 
-    def test_the_last_of_two_threads_restores(self):
+    def test_tree_backends_restore_cudnn_after_the_last_thread(self):
         inside, may_leave, has_left = threading.Event(), threading.Event(), threading.Event()
 
         def other():
@@ -107,7 +107,7 @@ class TestTheContext:
         assert cuda.cudnn_sdp_enabled()
 
     @pytest.mark.usefixtures("fresh_dynamo")
-    def test_nothing_is_done_in_a_compiled_function(self, switched):
+    def test_tree_backends_do_nothing_in_a_compiled_function(self, switched):
         def attend(values):
             with tree_backends(values.device):
                 return torch.nn.functional.scaled_dot_product_attention(values, values, values)
@@ -117,7 +117,7 @@ class TestTheContext:
 
 
 class TestOtherDevices:
-    def test_nothing_is_done(self, switched):
+    def test_tree_backends_do_nothing_on_other_devices(self, switched):
         with tree_backends(CPU):
             assert cuda.cudnn_sdp_enabled()
         assert switched == []
@@ -125,7 +125,7 @@ class TestOtherDevices:
         assert backends_in_use(CPU) == ""
         assert "attention" not in environment(CPU)
 
-    def test_a_gpu_chooses(self, switched):
+    def test_tree_backends_disable_cudnn_on_a_gpu(self, switched):
         with tree_backends(torch.device("cuda", 1)):
             assert switched == [False]
         assert switched == [False, True]
@@ -145,12 +145,12 @@ def attended(monkeypatch):
 
 @pytest.mark.usefixtures("cpu_chooses", "unchecked_shapes")
 class TestGenerate:
-    def test_plain_generate_touches_nothing(self, attended, prompt, switched):
+    def test_plain_generate_leaves_cudnn_on(self, attended, prompt, switched):
         attended.model.generate(prompt(9), **REQUEST)
         assert switched == []
         assert {is_on for _, is_on in attended.seen} == {True}
 
-    def test_prompt_and_trees_do_without_and_plain_calls_afterwards_do_not(self, attended, prompt, switched):
+    def test_speculative_generate_disables_cudnn_for_its_forwards_only(self, attended, prompt, switched):
         model = attended.model
         text = model.generate(prompt(9), **REQUEST)
         attended.seen.clear()
@@ -164,7 +164,7 @@ class TestGenerate:
         model.generate(prompt(9), **REQUEST)
         assert {is_on for _, is_on in attended.seen} == {True}
 
-    def test_an_exact_prompt_uses_stocks(self, attended, prompt):
+    def test_exact_prompt_keeps_cudnn(self, attended, prompt):
         model = attended.model.bfloat16()
         speculator = Speculator(RandomDrafter(vocab_size=VOCAB), exact=True)
         attended.seen.clear()
@@ -173,7 +173,7 @@ class TestGenerate:
         assert (9, False) not in attended.seen
 
     @pytest.mark.parametrize("is_exact", [False, True])
-    def test_exact_forwards_use_stocks(self, attended, switched, is_exact):
+    def test_exact_forward_keeps_cudnn(self, attended, switched, is_exact):
         """They have to get the bits of plain `generate`."""
         model, tree = attended.model, DraftTree(torch.tensor([[5, 6, 7]]), [-1, 0, 0])
         cache = TreeCache(filler_cache(model, 1, 9), 1)
@@ -183,7 +183,7 @@ class TestGenerate:
         assert attended.seen == [(3, is_exact)]
         assert switched == ([] if is_exact else [False, True])
 
-    def test_heads(self, prompt, tmp_path, monkeypatch):
+    def test_head_forward_disables_cudnn(self, prompt, tmp_path, monkeypatch):
         model, seen, attend = target(), [], heads.scaled_dot_product_attention
         drafter = EagleDrafter.from_folder(write_head(tmp_path, "safeailab"), model, depth=3)
 
@@ -196,7 +196,7 @@ class TestGenerate:
         assert set(seen) == {False}
 
     @pytest.mark.usefixtures("fresh_dynamo")
-    def test_compiled_forwards(self, prompt, tmp_path, monkeypatch):
+    def test_compiled_forward_disables_cudnn(self, prompt, tmp_path, monkeypatch):
         """A compiled function cannot switch: its caller does. (Shape checks keep these from being compiled here.)"""
         model, seen, run = copy.deepcopy(target()), {}, GraphRunner.run
 
@@ -211,7 +211,7 @@ class TestGenerate:
         assert {name for name, found in seen.items() if found != {False}} == set()
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-    def test_the_kernel_is_named_where_it_is_used(self, prompt, switched, monkeypatch, interpreted):
+    def test_environment_names_the_tree_kernel_if_it_is_used(self, prompt, switched, monkeypatch, interpreted):
         monkeypatch.setattr(attention, "kernel_fits", lambda *_: True)
         for compile, name in ((False, "flash"), (None, "kernel for trees")):
             with monkeypatch.context() as patch:

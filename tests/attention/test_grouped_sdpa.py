@@ -75,7 +75,7 @@ def reference(shape, query, key, value, mask):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("holes", [False, True])
-def test_outputs_are_those_of_stock_with_the_full_mask(shape, dtype, holes):
+def test_grouped_sdpa_equals_stock_with_the_full_mask(shape, dtype, holes):
     query, key, value = states(shape, dtype)
     mask = tree_mask(shape, dtype, holes=holes)
     folded = fold(mask, shape[1] // shape[2])
@@ -88,7 +88,7 @@ def test_outputs_are_those_of_stock_with_the_full_mask(shape, dtype, holes):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_folded_rounds_as_stock_does_in_16_bit_on_a_cpu(shape):
+def test_grouped_sdpa_is_as_near_as_stock_in_16_bit(shape):
     """Bit for bit on some CPUs; where a kernel's blocks depend on the number of rows, a last digit may differ."""
     query, key, value = states(shape, torch.bfloat16)
     mask = tree_mask(shape, torch.bfloat16, holes=True)
@@ -100,7 +100,7 @@ def test_folded_rounds_as_stock_does_in_16_bit_on_a_cpu(shape):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_root_alone_needs_no_mask(dtype):
+def test_grouped_sdpa_of_a_root_needs_no_mask(dtype):
     shape = (2, 14, 2, 64, 300, 1)
     query, key, value = states(shape, dtype)
     without = TreeAttention.without_mask(7, query.device)
@@ -114,7 +114,7 @@ def test_a_root_alone_needs_no_mask(dtype):
         assert torch.equal(grouped_sdpa(layer(14, 2), query, key, value, without, **biased)[0], expected)
 
 
-def test_what_needs_more_than_a_mask_goes_through_stock():
+def test_grouped_sdpa_unfolds_masks_under_dropout_and_position_bias():
     shape = (1, 4, 2, 8, 30, 6)
     query, key, value = states(shape, torch.float64)
     mask = tree_mask(shape, torch.float64)
@@ -133,7 +133,7 @@ def test_what_needs_more_than_a_mask_goes_through_stock():
 
 
 @pytest.mark.parametrize("mask", [None, "2 heads", "bool", "one query"])
-def test_masks_of_others_reach_stock_as_they_are(mask, monkeypatch):
+def test_grouped_sdpa_passes_foreign_masks_to_stock(mask, monkeypatch):
     shape = (1, 4, 2, 8, 30, 1 if mask == "one query" else 6)
     query, key, value = states(shape, torch.float64)
     given = {
@@ -176,7 +176,7 @@ ROWS = {
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("nodes", [1, 12])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_logits_of_a_tree_are_those_of_stock_attention(
+def test_grouped_sdpa_gives_trees_the_logits_of_stock_attention(
     tiny_model, random_tree, architecture, nodes, rows, ragged, monkeypatch
 ):
     model, texts = tiny_model(architecture, dtype=torch.float64), ROWS[rows]
@@ -186,7 +186,7 @@ def test_logits_of_a_tree_are_those_of_stock_attention(
     assert error <= 1e-12, f"off by {error:.1e}"
 
 
-def test_levels_behind_cached_nodes_are_those_of_stock_attention(tiny_model, monkeypatch):
+def test_grouped_sdpa_equals_stock_for_levels_after_cached_nodes(tiny_model, monkeypatch):
     """A drafter that grows a tree runs a part of its nodes."""
     model = tiny_model("llama", dtype=torch.float64)
     tree = DraftTree(torch.tensor([[7, 8, 9, 10, 11]]), [-1, 0, 0, 1, 2])
@@ -200,7 +200,7 @@ def test_levels_behind_cached_nodes_are_those_of_stock_attention(tiny_model, mon
     assert error <= 1e-12, f"off by {error:.1e}"
 
 
-def test_the_form_follows_the_device_and_the_model(tiny_model, monkeypatch):
+def test_tree_attention_form_follows_device_and_model(tiny_model, monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     llama = tiny_model("llama")
     assert TreeAttention(llama, cpu).form == "folded", "measured to win on a CPU"
@@ -218,7 +218,7 @@ def test_the_form_follows_the_device_and_the_model(tiny_model, monkeypatch):
         TreeAttention(llama, cpu)
 
 
-def test_an_sdpa_of_somebody_else_is_left_alone(tiny_model):
+def test_install_attention_leaves_a_foreign_sdpa_alone(tiny_model):
     model = tiny_model("llama")
     install_attention()
     assert head_groups(model) == 2
@@ -235,7 +235,7 @@ def test_an_sdpa_of_somebody_else_is_left_alone(tiny_model):
         AttentionInterface.register("sdpa", grouped_sdpa)
 
 
-def test_attention_is_stocks_until_a_request_speculates(tiny_model):
+def test_attention_is_installed_by_the_first_speculative_request(tiny_model):
     model = tiny_model("llama")
     TreeAttention(model, torch.device("cpu"))
     assert AttentionInterface()["sdpa"] is grouped_sdpa
@@ -251,7 +251,7 @@ def test_attention_is_stocks_until_a_request_speculates(tiny_model):
     assert AttentionInterface()["sdpa"] is grouped_sdpa
 
 
-def test_threads_share_a_model(tiny_model):
+def test_grouped_sdpa_is_right_in_several_threads(tiny_model):
     """One thread speculates, another runs plain batches with a mask: neither sees the other's attention."""
     model = tiny_model("llama", dtype=torch.float64)
     prompt = torch.tensor(ROWS["single"])
@@ -285,7 +285,7 @@ def test_threads_share_a_model(tiny_model):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_outputs_on_a_gpu_are_those_of_stock_in_fp64(shape, dtype):
+def test_grouped_sdpa_equals_stock_on_a_gpu(shape, dtype):
     query, key, value = states(shape, dtype, "cuda")
     mask = tree_mask(shape, dtype, device="cuda")
     folded = fold(mask, shape[1] // shape[2])

@@ -20,12 +20,12 @@ from hf_speculate.attention.prefix import num_left_padding
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long], ids=str)
-def test_starts_of_rows_with_padding_on_the_left_only(rows, starts, dtype):
+def test_row_starts_need_padding_on_the_left_only(rows, starts, dtype):
     mask = torch.tensor(rows).to(dtype)
     assert prompt_starts(mask, len(rows)) == starts
     if starts is not None:
         assert num_left_padding(mask, mask.device)[:, 0].tolist() == starts
 
 
-def test_without_a_mask_rows_begin_at_the_beginning():
+def test_row_starts_are_zero_without_a_mask():
     assert prompt_starts(None, 3) == [0, 0, 0]

@@ -122,13 +122,13 @@ def assert_near(outputs, expected, dtype):
     + [(shape, dtype) for shape in SHAPES[:3] for dtype in (torch.bfloat16, torch.float16)],
     ids=str,
 )
-def test_outputs_are_those_of_plain_attention_in_fp64(interpreted, shape, dtype):
+def test_tree_kernel_equals_plain_attention_in_fp64(interpreted, shape, dtype):
     inputs = random_inputs(shape, dtype)
     assert_near(tree_attention(*inputs), reference(*inputs), dtype)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_last_nodes_alone(interpreted, shared):
+def test_tree_kernel_computes_the_last_nodes_alone(interpreted, shared):
     """As in a level of a draft: fewer queries than nodes."""
     query, keys, values, place = random_inputs((2, 4, 2, 9, 16, 120), torch.float32, shared=shared)
     whole = tree_attention(query, keys, values, place)
@@ -139,14 +139,14 @@ def test_the_last_nodes_alone(interpreted, shared):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_lengths_paddings_and_splits(interpreted, monkeypatch, seed):
+def test_tree_kernel_is_right_for_random_lengths_paddings_and_splits(interpreted, monkeypatch, seed):
     monkeypatch.setattr(tree_kernel, "_LEAST_KEYS", [16, 32, 100][seed % 3])
     inputs = random_inputs((2, 2, 1, 5, 16, 150 + 70 * seed), torch.float32, seed=seed, shared=seed % 2)
     assert_near(tree_attention(*inputs, scale=0.5), reference(*inputs, scale=0.5), torch.float32)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (7, 7), (9, 4), (3, 4), (0, 64), (0, 65), (1, 200)], ids=str)
-def test_short_prefixes_leave_splits_empty(interpreted, monkeypatch, lengths):
+def test_tree_kernel_takes_empty_splits_of_short_prefixes(interpreted, monkeypatch, lengths):
     monkeypatch.setattr(tree_kernel, "_LEAST_KEYS", 16)
     query, keys, values, place = random_inputs((1, 2, 1, 4, 16, 600), torch.float32, shared=True)
     starts, ends = (torch.tensor([length], dtype=torch.int32) for length in lengths)
@@ -156,7 +156,7 @@ def test_short_prefixes_leave_splits_empty(interpreted, monkeypatch, lengths):
 
 
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
-def test_a_node_that_overflows_spoils_only_those_that_see_it(interpreted, what):
+def test_tree_kernel_keeps_non_finite_nodes_from_other_branches(interpreted, what):
     query, keys, values, place = random_inputs((1, 4, 2, 9, 16, 80), torch.float32, shared=True)
     node = 4
     values[:, 1, place.base + node, 3] = what
@@ -217,7 +217,7 @@ def launches(monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_host_reads_shapes_only(launches, shared):
+def test_tree_kernel_launch_reads_shapes_only(launches, shared):
     """Tensors on the device `meta` have no values: whoever reads one raises."""
     query, keys, values, place = random_inputs(SHAPES[1], torch.bfloat16, shared=shared)
     query, keys, values, *others = (tensor.to("meta") for tensor in tensors_of(query, keys, values, place))
@@ -239,7 +239,7 @@ def test_the_host_reads_shapes_only(launches, shared):
     ],
     ids=str,
 )
-def test_small_blocks_are_taken_where_enough_splits_are_left(monkeypatch, shape, rows):
+def test_tree_kernel_takes_small_blocks_if_splits_suffice(monkeypatch, shape, rows):
     launches = []
 
     class Kernel:
@@ -265,7 +265,7 @@ def test_small_blocks_are_taken_where_enough_splits_are_left(monkeypatch, shape,
     ],
     ids=str,
 )
-def test_kernels_compile_with_tensor_cores_and_loads_ahead(compiled, dtype, num_rows, head_dim, instructions):
+def test_tree_kernel_compiles_to_tensor_cores_and_prefetches(compiled, dtype, num_rows, head_dim, instructions):
     """The compiler refuses what the interpreter lets pass."""
     name = str(dtype).removeprefix("torch.")
     element = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[name]
@@ -281,7 +281,7 @@ def test_kernels_compile_with_tensor_cores_and_loads_ahead(compiled, dtype, num_
     compile_for_hopper(merge, {**results, "outputs": f"*{element}"}, {**sizes, "BLOCK_PARTS": 16})
 
 
-def test_the_module_needs_no_triton(monkeypatch):
+def test_tree_kernel_module_imports_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     name = "hf_speculate.attention.without_triton"
     spec: Any = importlib.util.spec_from_file_location(name, tree_kernel.__file__)
@@ -291,7 +291,7 @@ def test_the_module_needs_no_triton(monkeypatch):
     assert not module.has_kernel()
 
 
-def test_a_kernel_takes_a_gpu_or_the_interpreter(monkeypatch):
+def test_tree_kernel_needs_a_gpu_or_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for capability, is_enough in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         cuda = SimpleNamespace(
@@ -313,14 +313,14 @@ def test_a_kernel_takes_a_gpu_or_the_interpreter(monkeypatch):
     + [(shape, dtype) for shape in (*SHAPES[:2], LARGE_SHAPES[1]) for dtype in (torch.float16, torch.float32)],
     ids=str,
 )
-def test_on_a_gpu(compiled, shape, dtype):
+def test_tree_kernel_equals_plain_attention_on_a_gpu(compiled, shape, dtype):
     inputs = random_inputs(shape, dtype, "cuda")
     assert_near(tree_attention(*inputs), reference(*inputs), dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SHAPES[1], *LARGE_SHAPES[:2]], ids=str)
-def test_a_graph_follows_lengths_and_trees(compiled, shape):
+def test_captured_tree_kernel_reads_new_lengths_and_trees(compiled, shape):
     buffers = random_inputs(shape, torch.bfloat16, "cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -41,7 +41,7 @@ class TestLayer:
     OPERATIONS = ("append", "append", "append many", "crop", "reorder", "select", "repeat", "reset", "copy", "pickle")
 
     @pytest.mark.parametrize("seed", range(25))
-    def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
+    def test_preallocated_layer_equals_stocks_layer_after_any_operations(self, seed):
         choose = random.Random(seed)
         ours, stock, batch_size = PreallocatedLayer(), DynamicLayer(), 2
         for _ in range(30):
@@ -70,7 +70,7 @@ class TestLayer:
                 stock = reset_both(ours, stock)  # stock cannot change the batch size of an emptied layer
             assert_layers_equal(ours, stock)
 
-    def test_states_made_under_inference_mode_are_never_written_outside_it(self):
+    def test_preallocated_layer_never_writes_inference_tensors_outside_inference_mode(self):
         ours, stock = PreallocatedLayer(), DynamicLayer()
         first, second, third = (states(1, 3) for _ in range(3))
         for layer in (ours, stock):
@@ -99,7 +99,7 @@ class TestLayer:
         assert_layers_equal(ours, stock)
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
-    def test_a_taken_over_layer_is_read_but_never_written(self):
+    def test_preallocated_layer_never_writes_tensors_that_it_took_over(self):
         stock = DynamicLayer()
         stock.update(*states(1, 5))
         keys, values = stock.keys, stock.values
@@ -163,7 +163,7 @@ class TestKeep:
             cache.keep(paths)
             reference.assert_equal(cache)
 
-    def test_an_interruption_before_the_commit_leaves_the_old_state(self, monkeypatch):
+    def test_interrupted_keep_leaves_the_old_state(self, monkeypatch):
         cache, reference = TreeCache(DynamicCache(), 2), Reference(2, 2)
         reference.add(append(cache, 6), [range(6)] * 2)
         cache.commit_appended()
@@ -186,7 +186,7 @@ class TestKeep:
 
 
 class TestTruncate:
-    def test_rows_are_cut_to_their_own_lengths(self):
+    def test_truncate_cuts_each_row_to_its_own_length(self):
         cache, reference = TreeCache(DynamicCache(), 2), Reference(2, 2)
         blocks = append(cache, 6)
         cache.commit_appended()
@@ -197,13 +197,13 @@ class TestTruncate:
         assert cache.append_index == 4
 
     @pytest.mark.parametrize("lengths", [(7, 6), (6, 7), (-1, 6)])
-    def test_a_snapshot_from_the_future_is_refused(self, lengths):
+    def test_truncate_refuses_lengths_beyond_the_text(self, lengths):
         cache = TreeCache(fill(DynamicCache(), 6, batch_size=2), 2)
         with pytest.raises(CacheStateError, match=r"cannot truncate row .* it has 6"):
             cache.truncate(lengths)
         assert cache.lengths == (6, 6)
 
-    def test_restore_drops_what_a_broken_forward_appended(self):
+    def test_restore_drops_entries_of_an_interrupted_forward(self):
         cache, reference = TreeCache(DynamicCache(), 1), Reference(1, 2)
         reference.add(append(cache, 6), [range(6)])
         cache.commit_appended()
@@ -213,7 +213,7 @@ class TestTruncate:
 
 
 class TestTakeOver:
-    def test_the_users_object_stays_and_its_tensors_are_not_written(self, tiny_model, prompt):
+    def test_tree_cache_keeps_the_users_object_and_tensors(self, tiny_model, prompt):
         model, cache, ids = tiny_model(), DynamicCache(), prompt(9)
         model(ids, **as_cache(cache))
         held = [(layer.keys, layer.values) for layer in cache.layers]
@@ -229,7 +229,7 @@ class TestTakeOver:
             assert torch.equal(values, old_values)
 
     @pytest.mark.parametrize("kind", ["static", "offloaded"])
-    def test_caches_that_cannot_be_indexed_are_refused_and_left_alone(self, kind):
+    def test_tree_cache_refuses_caches_that_cannot_be_indexed(self, kind):
         config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1)
         cache = StaticCache(config=config, max_cache_len=16) if kind == "static" else DynamicCache(config=config)
         cache.offloading = kind == "offloaded"
@@ -259,7 +259,7 @@ class TestStockGenerate:
     """Plain `generate` on a cache with our layers is plain `generate`."""
 
     @pytest.mark.parametrize("request_name", REQUESTS)
-    def test_text_and_cache_are_the_same(self, tiny_model, prompt, request_name):
+    def test_stock_generate_gives_the_same_text_and_cache(self, tiny_model, prompt, request_name):
         if request_name == "stock prompt lookup":
             skip_before("5.15", "stock's prompt lookup fails without an EOS")
         model, ids, outputs = tiny_model("qwen2"), prompt(16), []

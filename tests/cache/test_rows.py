@@ -79,7 +79,7 @@ class TestCache:
                         found = held[slot, :, begin - shown_from : len(text[row]) - shown_from]
                         assert torch.equal(found, torch.stack(expected, dim=1))
 
-    def test_set_aside_frees_the_old_buffer(self):
+    def test_tree_cache_frees_buffers_of_rows_set_aside(self):
         cache = DynamicCache()
         for index in range(2):
             cache.update(*states(8, 100), index)

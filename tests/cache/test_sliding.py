@@ -41,7 +41,7 @@ class TestLayer:
     OPERATIONS = ("append", "append", "append many", "reorder", "select", "repeat", "reset", "copy", "pickle")
 
     @pytest.mark.parametrize("seed", range(12))
-    def test_any_sequence_of_operations_gives_the_stock_layers_states(self, seed):
+    def test_sliding_layer_equals_stocks_layer_after_any_operations(self, seed):
         choose = random.Random(seed)
         ours, stock, batch_size = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(sliding_window=WINDOW), 2
         for _ in range(60):
@@ -63,7 +63,7 @@ class TestLayer:
 
     @needs_transformers("5.14", "layers do not record the past")
     @pytest.mark.parametrize("seed", range(6))
-    def test_past_recording_and_crop_equal_stocks_layer(self, seed):
+    def test_sliding_layer_records_and_crops_as_stocks_layer(self, seed):
         choose = random.Random(seed)
         ours, stock = SlidingLayer(WINDOW), DynamicSlidingWindowLayer(sliding_window=WINDOW)
         for layer in (ours, stock):
@@ -77,7 +77,7 @@ class TestLayer:
             ours.crop(-removed), stock.crop(-removed)
             assert_layers_equal(ours, stock)
 
-    def test_a_copy_can_move_back_as_far_as_its_original_and_leaves_it_alone(self):
+    def test_copy_of_a_sliding_layer_crops_independently(self):
         layer = SlidingLayer(WINDOW)
         for _ in range(100):
             layer.update(*states(1, 1))
@@ -100,7 +100,7 @@ class TestLayer:
             layer.crop(-280)
         assert layer.get_seq_length() == 299
 
-    def test_memory_does_not_grow_with_the_text(self):
+    def test_sliding_layer_has_constant_memory(self):
         layer = SlidingLayer(WINDOW)
         for _ in range(1000):
             layer.update(*states(1, 3))
@@ -123,7 +123,7 @@ def append(tree_cache, num_nodes):
 class TestTreeCache:
     @pytest.mark.parametrize("batch_size", [1, 3])
     @pytest.mark.parametrize("seed", range(4))
-    def test_every_row_keeps_the_window_behind_its_own_end(self, batch_size, seed):
+    def test_tree_cache_keeps_the_window_of_each_row(self, batch_size, seed):
         choose = random.Random(seed)
         cache = TreeCache(sliding_cache(), batch_size)
         texts = [[] for _ in range(batch_size)]  # of layer 0: one key a token
@@ -145,7 +145,7 @@ class TestTreeCache:
                 held = layer.keys[row, :, : len(text) - first]
                 assert torch.equal(held, torch.stack(text[first:], dim=1))
 
-    def test_ended_rows_do_not_hold_windows_back(self):
+    def test_ended_rows_do_not_stop_sliding(self):
         cache = TreeCache(sliding_cache(), 2)
         append(cache, 4)
         cache.commit_appended()
@@ -155,7 +155,7 @@ class TestTreeCache:
         assert cache.cache.layers[0]._buffers["keys"].shape[-2] <= 256
         cache.truncate([cache.lengths[0] - 3, 4])  # the ended row stays as it is
 
-    def test_an_interrupted_prompt_leaves_what_was_there(self):
+    def test_interrupted_prompt_leaves_the_sliding_cache_unchanged(self):
         stock = sliding_cache()
         for index in range(2):
             stock.update(*states(1, 30), index)
@@ -168,7 +168,7 @@ class TestTreeCache:
         assert stock.get_seq_length() == 30
         assert all(torch.equal(layer.keys, keys) for layer, keys in zip(stock.layers, before, strict=True))
 
-    def test_truncating_behind_the_window_is_refused(self):
+    def test_truncate_refuses_lengths_before_the_window(self):
         cache = TreeCache(sliding_cache(), 1)
         append(cache, 4)
         cache.commit_appended()
@@ -181,14 +181,14 @@ class TestTreeCache:
 
 
 class TestLayerTypes:
-    def test_windows_that_differ_within_a_type_are_refused(self, monkeypatch):
+    def test_layer_types_refuse_different_windows_of_one_type(self, monkeypatch):
         config = MistralConfig(num_hidden_layers=2)
         layers = [MistralConfig(sliding_window=window) for window in (8, 16)]
         monkeypatch.setattr(MistralConfig, "per_layer_config", layers, raising=False)
         with pytest.raises(CacheStateError, match="windows of 8 and 16"):
             layer_types(config)
 
-    def test_a_config_that_has_changed_is_read_again(self, tiny_model):
+    def test_layer_types_follow_a_changed_config(self, tiny_model):
         model = copy.copy(tiny_model("mistral"))
         model.config = copy.deepcopy(model.config)
         for window in (8, 16, None):
@@ -196,7 +196,7 @@ class TestLayerTypes:
             assert layer_types_of(model) == layer_types(model.config)
             assert layer_types_of(model)[0].window == window
 
-    def test_chunks_begin_behind_the_padding(self):
+    def test_chunked_layers_begin_after_the_padding(self):
         chunks = LayerType("chunked_attention", 0, 4, is_chunked=True)
         too_far = chunks.too_far(torch.arange(8)[None], torch.tensor([[6]]), torch.tensor([[3]]))
         assert too_far[0, 0].tolist() == [True, True, True, False, False, False, False, True]

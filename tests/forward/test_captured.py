@@ -70,7 +70,7 @@ DRAFTERS = CASES | {"dspark": Case(lambda model, *_: random_block("dspark", mode
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
 @pytest.mark.parametrize("name", quick(DRAFTERS, "prompt_lookup", "eagle-3", "medusa"))
-def test_the_text_is_the_targets_and_the_host_does_little(device, replays, prompt, tmp_path, name, lengths, sampling):
+def test_captured_rounds_give_plain_text_with_few_waits(device, replays, prompt, tmp_path, name, lengths, sampling):
     batch, request = padded_batch(prompt, lengths), {**PLAIN, **sampling, "max_new_tokens": 24}
     expected = plain_text(target(), batch, request)
     model = device.place(target())
@@ -109,7 +109,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
-def test_requests_of_all_kinds(device, replays, prompt, name, lengths):
+def test_captured_rounds_give_plain_text_for_every_kind_of_request(device, replays, prompt, name, lengths):
     batch, request = padded_batch(prompt, lengths), {**PLAIN, "max_new_tokens": 20, **REQUESTS[name]}
     texts = plain_text(target(), batch, {**PLAIN, "max_new_tokens": 40})
     if request["eos_token_id"] is not None:
@@ -136,7 +136,7 @@ def test_requests_of_all_kinds(device, replays, prompt, name, lengths):
     assert longer.sequences.shape[1] == found.sequences.shape[1] + 4
 
 
-def test_trees_are_read_after_the_forward_if_the_host_chooses(device, replays, prompt, tmp_path):
+def test_host_processors_read_captured_trees_after_the_forward(device, replays, prompt, tmp_path):
     """Another replay must not have overwritten them by then."""
     batch, request = padded_batch(prompt, (9, 4, 13)), {**PLAIN, "max_new_tokens": 24, **REQUESTS["records"]}
     expected, model = target().generate(**batch, **request), device.place(target())
@@ -148,7 +148,7 @@ def test_trees_are_read_after_the_forward_if_the_host_chooses(device, replays, p
     assert "eagle_draft" in replays.names
 
 
-def test_a_chosen_path_is_moved_once(device, replays, prompt):
+def test_captured_rounds_move_an_accepted_path_once(device, replays, prompt):
     """A cache that replays have written goes on as plain `generate`'s does."""
     batch, request = {"input_ids": prompt(9)}, {**PLAIN, **GREEDY, "max_new_tokens": 40}
     (text,) = plain_text(target(), batch, request)
@@ -163,7 +163,7 @@ def test_a_chosen_path_is_moved_once(device, replays, prompt):
     assert second[0, 9:].tolist() == text
 
 
-def test_hooks_of_others_are_called_so_nothing_is_recorded(device, replays, prompt):
+def test_foreign_hooks_prevent_capture(device, replays, prompt):
     model, calls = device.place(target()), []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB, max_nodes=6), adaptive=False)
@@ -173,7 +173,7 @@ def test_hooks_of_others_are_called_so_nothing_is_recorded(device, replays, prom
     assert speculator.stats.fallbacks == {"not recorded: hooks on the model, which a replay would not call": 1}
 
 
-def test_the_memory_of_recordings_is_told(device, replays, prompt):
+def test_statistics_report_the_memory_of_cuda_graphs(device, replays, prompt):
     model, speculator = device.place(target()), Speculator(RandomDrafter(vocab_size=VOCAB, max_nodes=6), adaptive=False)
     for _ in range(2):
         model.generate(prompt(9).to(device.name), **PLAIN, **GREEDY, speculator=speculator)
@@ -183,14 +183,14 @@ def test_the_memory_of_recordings_is_told(device, replays, prompt):
     assert "recordings" in str(speculator.stats)
 
 
-def test_a_model_in_training_mode_is_not_recorded(device, replays, prompt):
+def test_training_mode_prevents_capture(device, replays, prompt):
     model, speculator = device.place(target()), Speculator(RandomDrafter(vocab_size=VOCAB, max_nodes=6), adaptive=False)
     found = model.train().generate(prompt(9).to(device.name), **PLAIN, **GREEDY, speculator=speculator)
     assert found.tolist() == target().generate(prompt(9), **PLAIN, **GREEDY).tolist()
     assert speculator.stats.fallbacks == {"not recorded: the model is in training mode": 1}
 
 
-def test_a_request_that_is_interrupted_leaves_a_cache_to_go_on_with(device, replays, prompt):
+def test_interrupted_captured_request_leaves_a_usable_cache(device, replays, prompt):
     batch, request = {"input_ids": prompt(9)}, {**PLAIN, **GREEDY, "max_new_tokens": 24}
     (text,) = plain_text(target(), batch, request)
     model, emitted = device.place(target()), []
@@ -209,7 +209,7 @@ def test_a_request_that_is_interrupted_leaves_a_cache_to_go_on_with(device, repl
 
 @pytest.mark.parametrize("name", quick(["eagle-3", "medusa", "dspark"], "eagle-3"))
 @pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
-def test_trees_that_the_policy_cuts(device, replays, prompt, tmp_path, monkeypatch, name, lengths):
+def test_captured_rounds_take_trees_that_the_policy_cuts(device, replays, prompt, tmp_path, monkeypatch, name, lengths):
     """They have fewer nodes than the forward that they are padded to."""
     monkeypatch.setattr(AdaptiveSession, "choose", lambda self, situation: Budget(None, None))
     monkeypatch.setattr(AdaptiveSession, "_best_count", lambda *_: 2)

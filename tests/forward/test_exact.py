@@ -41,13 +41,13 @@ CHANGES = {
 }
 
 
-class TestWhatItIsMadeOf:
-    def test_depth_first(self):
+class TestExactScoring:
+    def test_depth_first_orders_nodes_by_path(self):
         assert depth_first([-1, 0, 1, 0, 3, -2, 1]) == [(0, 0), (1, 1), (2, 2), (6, 2), (3, 1), (4, 2)]
 
     @pytest.mark.parametrize("sizes", [(), (2,), (8, 4, 2), (5,)])
     @pytest.mark.parametrize("rows", [1, 2, 7, 16])
-    def test_products_in_pieces(self, sizes, rows, monkeypatch):
+    def test_rowwise_products_multiply_in_pieces(self, sizes, rows, monkeypatch):
         weight, bias, states = torch.randn(6, 4).double(), torch.randn(6).double(), torch.randn(1, rows, 4).double()
         seen, linear = [], torch._C._nn.linear
 
@@ -61,7 +61,7 @@ class TestWhatItIsMadeOf:
         assert sum(seen) == rows
         assert all(count in (1, *sizes) for count in seen)
 
-    def test_only_products_of_the_shapes_that_need_it_are_taken_apart(self):
+    def test_rowwise_products_split_listed_shapes_only(self):
         states, narrow, wide = torch.randn(5, 8), torch.randn(3, 8), torch.randn(7, 8)
         taken = []
         with RowwiseProducts({(3, 8): (2,)}):
@@ -70,7 +70,7 @@ class TestWhatItIsMadeOf:
         torch.testing.assert_close(taken[0], functional.linear(states, narrow))
         assert torch.equal(taken[1], functional.linear(states, wide))
 
-    def test_every_number_of_rows_is_right_of_what_was_found(self):
+    def test_product_sizes_give_every_row_its_bits_alone(self):
         """(3 in 10,000 values differ where a kernel changes with the rows: that 200,000 show none has e^-60.)"""
         layer = torch.nn.Linear(4864, 64, bias=False, dtype=torch.bfloat16)
         (sizes,) = product_sizes(layer).values()
@@ -83,7 +83,7 @@ class TestWhatItIsMadeOf:
 
     @pytest.mark.parametrize("window", [None, 8])
     @pytest.mark.parametrize("lengths", [(4,), (7,), (20,), (9, 4)])
-    def test_calls_are_those_of_single_steps(self, tiny_model, lengths, window, monkeypatch):
+    def test_per_node_attention_makes_the_calls_of_single_steps(self, tiny_model, lengths, window, monkeypatch):
         """Keys, values and masks; where there is none, none."""
         model, seen = tiny_model("mistral", sliding_window=window), []
         stock = functional.scaled_dot_product_attention
@@ -119,7 +119,7 @@ class TestWhatItIsMadeOf:
                     assert (our_mask is None) == (its_mask is None), f"layer {layer}, step {step}"
                     assert our_mask is None or torch.equal(our_mask, its_mask[row : row + 1])
 
-    def test_attention_that_is_not_stocks_is_noticed(self, tiny_model, monkeypatch):
+    def test_first_difference_notices_foreign_attention(self, tiny_model, monkeypatch):
         """All nodes at once, under a mask."""
         model = tiny_model(dtype=torch.bfloat16)
         assert not first_difference(model, product_sizes(model))
@@ -138,7 +138,7 @@ class TestWhatItIsMadeOf:
         assert first_difference(model, product_sizes(model)).startswith("layer")
 
     @pytest.mark.parametrize("change", CHANGES)
-    def test_a_model_that_was_changed_is_tried_again(self, tiny_model, monkeypatch, change):
+    def test_exact_trial_is_repeated_for_a_changed_model(self, tiny_model, monkeypatch, change):
         model = copy.deepcopy(tiny_model(dtype=torch.bfloat16, seed=13))
         cache = DynamicCache(config=model.config)
         first = exact_sizes(model, cache, 1, False)

@@ -56,7 +56,7 @@ def num_graphs():
 
 @pytest.mark.parametrize("architecture", quick(["llama", "qwen2"]))
 @pytest.mark.parametrize("sampled", quick([False, True]))
-def test_text_is_that_of_plain_generate(tiny_model, prompt, architecture, sampled):
+def test_compiled_forwards_give_plain_text(tiny_model, prompt, architecture, sampled):
     model = model_of(tiny_model, architecture)
     drafter = FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6)
     speculator = Speculator(drafter, compile="eager")
@@ -68,7 +68,7 @@ def test_text_is_that_of_plain_generate(tiny_model, prompt, architecture, sample
     assert 1 <= num_graphs() <= 2, "trees of up to 7 nodes need the buckets 1 and 8"
 
 
-def test_accepted_drafts_are_kept_in_the_static_buffers(tiny_model, prompt):
+def test_compiled_forwards_keep_accepted_drafts_in_static_buffers(tiny_model, prompt):
     model = model_of(tiny_model)
     continuation = new_tokens(model, prompt(12), max_new_tokens=32)
     drafter = ScriptedDrafter(continuation, (2, 2, 1), accuracy=0.8, vocab_size=VOCAB_SIZE)
@@ -78,7 +78,7 @@ def test_accepted_drafts_are_kept_in_the_static_buffers(tiny_model, prompt):
     assert not speculator.stats.fallbacks
 
 
-def test_ragged_and_padded_batches(tiny_model):
+def test_compiled_forwards_give_plain_text_for_padded_batches(tiny_model):
     model = model_of(tiny_model)
     batch = torch.tensor([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11], [0, 12, 13, 14, 15]])
     mask = (batch > 0).long()
@@ -91,7 +91,7 @@ def test_ragged_and_padded_batches(tiny_model):
 
 
 @pytest.mark.rest
-def test_other_prompts_and_grad_modes_need_no_other_graph(tiny_model, prompt):
+def test_compiled_forwards_reuse_graphs_for_other_prompts_and_grad_modes(tiny_model, prompt):
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
     new_tokens(model, prompt(10), speculator)
@@ -105,7 +105,7 @@ def test_other_prompts_and_grad_modes_need_no_other_graph(tiny_model, prompt):
 
 
 @pytest.mark.rest
-def test_a_cache_that_outgrows_its_capacity_costs_one_more_graph(tiny_model, prompt):
+def test_larger_cache_capacity_costs_one_more_graph(tiny_model, prompt):
     model = model_of(tiny_model)
     text = prompt(500)
     drafter = ScriptedDrafter(new_tokens(model, text, max_new_tokens=40), (1,), vocab_size=VOCAB_SIZE, accuracy=0.5)
@@ -115,7 +115,7 @@ def test_a_cache_that_outgrows_its_capacity_costs_one_more_graph(tiny_model, pro
     assert {key[2] for _, key in graphs_of(model, "eager").by_key} == {512, 1024}  # pyright: ignore[reportIndexIssue]
 
 
-def test_a_cache_from_a_compiled_call_goes_on_in_plain_generate(tiny_model, prompt):
+def test_cache_of_a_compiled_call_continues_in_plain_generate(tiny_model, prompt):
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
     request = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
@@ -125,7 +125,7 @@ def test_a_cache_from_a_compiled_call_goes_on_in_plain_generate(tiny_model, prom
     assert second.sequences.tolist() == expected.tolist()
 
 
-def test_no_more_graphs_than_the_limit(tiny_model, prompt, monkeypatch):
+def test_compiled_forwards_keep_the_limit_of_graphs(tiny_model, prompt, monkeypatch):
     model = model_of(tiny_model)
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=12), compile="eager")
@@ -135,7 +135,7 @@ def test_no_more_graphs_than_the_limit(tiny_model, prompt, monkeypatch):
     assert "graphs" in reason
 
 
-def test_what_cannot_be_compiled_runs_as_always(tiny_model, prompt, monkeypatch):
+def test_failed_compilation_falls_back_to_eager(tiny_model, prompt, monkeypatch):
     model = model_of(tiny_model)
 
     def broken(*_args):
@@ -148,7 +148,7 @@ def test_what_cannot_be_compiled_runs_as_always(tiny_model, prompt, monkeypatch)
     assert "did not compile" in reason
 
 
-def test_hooks_that_come_and_go_between_calls_count(tiny_model, prompt):
+def test_compiled_forwards_follow_hooks_between_calls(tiny_model, prompt):
     """Dynamo looks for hooks only when it is asked to: steering after a first call would change nothing."""
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile="eager")
@@ -172,7 +172,7 @@ def _compile_with(backend):
     ("rope", "layers", "reason"),
     [((("rope_type", "dynamic"), ("rope_theta", 1e4), ("factor", 2.0)), (1,), "RoPE"), (None, (RAW_LAST,), "hook")],
 )
-def test_targets_and_drafters_without_static_form_say_so(tiny_model, prompt, rope, layers, reason):
+def test_unsupported_targets_and_drafters_count_a_fallback(tiny_model, prompt, rope, layers, reason):
     model = model_of(tiny_model, rope=rope)
     drafter = FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6)
     drafter.layers = layers
@@ -184,7 +184,7 @@ def test_targets_and_drafters_without_static_form_say_so(tiny_model, prompt, rop
     assert reason in found
 
 
-def test_rounds_that_compiled_say_so(tiny_model, prompt):
+def test_rounds_that_compiled_are_marked_as_warm_up(tiny_model, prompt):
     model = model_of(tiny_model)
     speculator = Speculator(RandomDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), adaptive=True, compile="eager")
     rounds = list(hf_speculate.rounds(model, input_ids=prompt(10), speculator=speculator, max_new_tokens=24))
@@ -193,7 +193,7 @@ def test_rounds_that_compiled_say_so(tiny_model, prompt):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_inductor(tiny_model, prompt, architecture):
+def test_inductor_gives_plain_text(tiny_model, prompt, architecture):
     model = tiny_model(architecture, max_positions=2048)
     speculator = Speculator(FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile=True)
     assert new_tokens(model, prompt(12), speculator) == new_tokens(model, prompt(12))
@@ -203,7 +203,7 @@ def test_inductor(tiny_model, prompt, architecture):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("backend", [None, "eager", "inductor"])
-def test_on_a_gpu(tiny_model, prompt, backend, sampled):
+def test_compiled_forwards_give_plain_text_on_a_gpu(tiny_model, prompt, backend, sampled):
     model = copy.deepcopy(tiny_model("llama", max_positions=2048, seed=1)).to("cuda")
     speculator = Speculator(FeatureDrafter(vocab_size=VOCAB_SIZE, max_nodes=6), compile=backend)
     before = CudaGraphs.num_captured

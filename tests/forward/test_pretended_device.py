@@ -93,8 +93,8 @@ LAUNCHES = {
 }
 
 
-class TestTheDoubleItself:
-    def test_a_tensor_is_elsewhere_and_computed_like_a_cpus(self, device):
+class TestPretendedDevice:
+    def test_pretended_tensors_compute_as_cpu_tensors(self, device):
         here = torch.arange(6.0).view(2, 3)
         there = here.to(device.name)
         assert isinstance(there, PretendedTensor)
@@ -106,24 +106,24 @@ class TestTheDoubleItself:
         assert torch.equal(result.cpu(), nn.functional.softmax(here @ here.T, dim=-1))
 
     @pytest.mark.parametrize("name", MIXED)
-    def test_two_devices_in_one_operation_are_refused(self, device, name):
+    def test_pretended_device_refuses_operations_of_two_devices(self, device, name):
         with pytest.raises(RuntimeError, match=r"same device|generator"):
             MIXED[name](device, torch.arange(3.0), torch.arange(3.0).to(device.name))
 
     @pytest.mark.parametrize("name", WAITS)
-    def test_what_the_host_waits_for_is_counted_with_its_line(self, device, name):
+    def test_pretended_device_counts_host_waits_with_their_lines(self, device, name):
         WAITS[name](on(device, 1, 2, 3))
         (transfer,) = device.downloads
         assert transfer.where.startswith("tests/forward/test_pretended_device.py:")
 
-    def test_a_copy_to_the_device_that_does_not_block_is_not_waited_for(self, device):
+    def test_pretended_device_counts_no_wait_for_non_blocking_uploads(self, device):
         torch.arange(3).to(device.name, non_blocking=True)
         torch.empty(3, device=device.name).copy_(torch.zeros(3), non_blocking=True)
         assert (len(device.uploads), device.waits) == (2, [])
 
     @pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.inference_mode])
     @pytest.mark.parametrize("name", LAUNCHES)
-    def test_launches_are_counted(self, device, name, grad_mode):
+    def test_pretended_device_counts_launches(self, device, name, grad_mode):
         function, number = LAUNCHES[name]
         with grad_mode():
             function(device, on(device, 0, 1, 2), torch.tensor([0, 1, 2]))
@@ -132,7 +132,7 @@ class TestTheDoubleItself:
     @pytest.mark.parametrize(
         ("reason", "name"), [(reason, name) for reason, functions in UNRECORDABLE.items() for name in functions]
     )
-    def test_what_cuda_cannot_record_is_refused_with_its_line(self, device, reason, name):
+    def test_pretended_capture_refuses_forbidden_operations_with_their_lines(self, device, reason, name):
         there, here = on(device, 0, 2, 2), torch.tensor([0, 1, 2])
         function = UNRECORDABLE[reason][name]
         function(device, there, here)  # works without a recording
@@ -141,7 +141,7 @@ class TestTheDoubleItself:
             with pytest.raises(CaptureError, match=f"{where}.*({reason})"), mode():
                 function(device, there, here)
 
-    def test_a_recording_is_not_counted_and_a_replay_counts_once(self, device):
+    def test_pretended_capture_counts_a_replay_as_one_launch(self, device):
         buffer = on(device, 1.0, 2.0, 3.0)
 
         def step():
@@ -155,7 +155,7 @@ class TestTheDoubleItself:
                 step()
         assert (device.launches, device.replays, device.waits) == (0, 3, [])
 
-    def test_nothing_is_left_of_a_recording_that_failed(self, device):
+    def test_failed_pretended_capture_leaves_no_state(self, device):
         there, asks = on(device, 1, 2, 3), torch.cuda.is_current_stream_capturing
         with pytest.raises(CaptureError), device.capturing():
             there.tolist()
@@ -163,7 +163,7 @@ class TestTheDoubleItself:
         assert torch.cuda.is_current_stream_capturing is asks
         assert there.tolist() == [1, 2, 3]
 
-    def test_its_random_numbers_are_a_cpus_and_its_own(self, device):
+    def test_pretended_device_has_its_own_random_numbers(self, device):
         torch.manual_seed(7)
         expected = [torch.empty(5).exponential_(), torch.rand(3)]
         torch.manual_seed(7)
@@ -171,7 +171,7 @@ class TestTheDoubleItself:
         assert all(torch.equal(e, f.cpu()) for e, f in zip(expected, found, strict=True))
         assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(7))), "untouched"
 
-    def test_nothing_of_it_is_left_behind(self):
+    def test_pretended_device_leaves_torch_unchanged(self):
         # A build for GPUs has an accelerator without a GPU, too.
         generator, accelerator = torch.Generator, torch.accelerator.current_accelerator()
         with PretendedDevice():
@@ -209,7 +209,7 @@ QUICK = ("prompt_lookup", "draft_model, trees", "eagle-3", "eagle-3, static tree
 @pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", quick([(12,), (9, 4, 13)], (9, 4, 13)), ids=["1 row", "3 rows left padded"])
 @pytest.mark.parametrize("name", quick(CASES, *QUICK))
-def test_one_device_one_wait_a_round_and_the_text_of_the_cpu(device, prompt, tmp_path, name, lengths, sampling):
+def test_rounds_on_a_device_wait_once_and_give_the_text_of_the_cpu(device, prompt, tmp_path, name, lengths, sampling):
     case, batch, request = CASES[name], padded_batch(prompt, lengths), {**PLAIN, **sampling}
     expected = plain_text(target(), batch, request)
     model = device.place(target())
@@ -222,7 +222,7 @@ def test_one_device_one_wait_a_round_and_the_text_of_the_cpu(device, prompt, tmp
 
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle-3"])
-def test_rows_that_end_leave_and_nothing_is_mixed(device, prompt, tmp_path, name):
+def test_ended_rows_leave_on_a_device(device, prompt, tmp_path, name):
     batch, request = padded_batch(prompt, (9, 4, 13)), {**PLAIN, **GREEDY, "max_new_tokens": 20}
     texts = plain_text(target(), batch, request)
     end = texts[0][4]
@@ -233,7 +233,7 @@ def test_rows_that_end_leave_and_nothing_is_mixed(device, prompt, tmp_path, name
 
 
 @pytest.mark.parametrize(("name", "waits"), [("prompt_lookup", 1), ("eagle-3", 2)])
-def test_processors_that_read_the_text(device, prompt, tmp_path, name, waits):
+def test_processors_that_read_the_text_cost_a_second_wait_at_most(device, prompt, tmp_path, name, waits):
     """They are called with the texts that end at the nodes, which are made on the host: a tree that was drafted on the
     device is read before, and what they choose behind them."""
     batch, request = padded_batch(prompt, (9, 4, 13)), {**PLAIN, **GREEDY, "repetition_penalty": 1.3}
@@ -258,7 +258,7 @@ class OnDevice(EmptyDrafter):
 
 
 @pytest.mark.parametrize("kind", ["a token that is none", "a token twice", "a cycle"])
-def test_a_tree_on_the_device_is_checked_before_anything_of_it_is_emitted(device, prompt, kind):
+def test_device_trees_are_checked_before_tokens_are_emitted(device, prompt, kind):
     tokens = {"a token that is none": [5, 6, VOCAB], "a token twice": [5, 5, 7], "a cycle": [5, 6, 7]}[kind]
     parents = [-1, 0, 3, 2] if kind == "a cycle" else [-1, 0, 0, 2]
 
@@ -274,7 +274,7 @@ def test_a_tree_on_the_device_is_checked_before_anything_of_it_is_emitted(device
     assert [len(tokens) for tokens in emitted] == [1], "the prompt's"
 
 
-def test_a_tree_that_was_written_after_it_was_made_from_another_is_read_as_it_is(device, prompt):
+def test_device_trees_are_read_after_later_writes(device, prompt):
     request = {**PLAIN, **GREEDY}
     (text,) = plain_text(target(), {"input_ids": prompt(9)}, request)
 

@@ -66,15 +66,15 @@ def compare(model, prompts, max_new_tokens):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 class TestText:
-    def test_it_is_that_of_plain_generate(self, model, prompt):
+    def test_recurrent_models_give_plain_text(self, model, prompt):
         compare(model, [prompt(length, seed=length) for length in (2, 13)], 16)
 
     @pytest.mark.slow
-    def test_it_is_that_of_plain_generate_for_a_hundred_prompts(self, model, prompt):
+    def test_recurrent_models_give_plain_text_for_a_hundred_prompts(self, model, prompt):
         compare(model, [prompt(3 + seed % 40, seed=seed) for seed in range(100)], 48)
 
     @pytest.mark.parametrize("eos", [False, True])
-    def test_batches_advance_together(self, model, prompt, eos):
+    def test_recurrent_batches_advance_in_lock_step(self, model, prompt, eos):
         inputs, options = padded_batch(prompt, (11, 4, 9)), {"max_new_tokens": 30}
         plain = model.generate(**inputs, **options)
         if eos:
@@ -85,7 +85,7 @@ class TestText:
         assert torch.equal(model.generate(**inputs, **options, speculator=speculator), plain)
         assert any("lock-step" in reason for reason in speculator.stats.fallbacks)
 
-    def test_a_row_that_ended_early_can_go_on_from_the_returned_cache(self, model, prompt):
+    def test_returned_recurrent_cache_continues_a_row_that_ended_early(self, model, prompt):
         inputs = padded_batch(prompt, (11, 4))
         plain = model.generate(**inputs, max_new_tokens=24)
         eos = int(plain[1, 11 + 5])
@@ -101,7 +101,7 @@ class TestText:
         expected = next(layer for layer in alone.layers if hasattr(layer, "keys")).keys
         assert torch.allclose(attention.keys[1, :, 7:end], expected[0], atol=1e-4)
 
-    def test_turns_go_on_from_the_returned_cache(self, model, prompt):
+    def test_returned_recurrent_cache_continues_the_next_turn(self, model, prompt):
         texts = []
         for speculator in (None, Speculator(RandomDrafter(vocab_size=VOCAB_SIZE))):
             cache = DynamicCache(config=model.config)
@@ -122,7 +122,7 @@ def prefilled(model, ids):
 
 
 class TestStates:
-    def test_one_copy_is_held_however_long_the_text(self, model, prompt):
+    def test_recurrent_cache_holds_one_snapshot_of_the_states(self, model, prompt):
         sizes = {prefilled(model, prompt(length)).cache.snapshot_bytes for length in (5, 50, 200)}
         assert len(sizes) == 1
         layers = DynamicCache(config=model.config)
@@ -136,7 +136,7 @@ class TestStates:
         ]
         assert sizes == {sum(held)}
 
-    def test_many_accepted_tokens_are_run_alone_once(self, model, prompt):
+    def test_recurrent_forward_limits_the_tokens_that_it_runs_again(self, model, prompt):
         scorer, position = prefilled(model, prompt(8)), 8
         widths = []
         for _ in range(40):
@@ -148,7 +148,7 @@ class TestStates:
         assert widths[:3] == [0, 2, 4]
 
     @pytest.mark.parametrize("kept", [1, 2, 4])
-    def test_an_interrupted_forward_and_undelivered_tokens_leave_a_valid_cache(self, model, prompt, kept):
+    def test_recurrent_cache_can_drop_undelivered_tokens(self, model, prompt, kept):
         ids = prompt(12)
         scorer = prefilled(model, ids[:, :8])
         scorer(DraftTree.chain(ids[:, 8:12]), [8])
@@ -162,7 +162,7 @@ class TestStates:
         assert torch.allclose(found.logits[0, -1], model(text).logits[0, -1], atol=1e-4)
 
 
-def test_taps_show_the_states_of_the_text_though_tokens_are_run_again(model, prompt):
+def test_features_of_recurrent_models_are_those_of_the_text(model, prompt):
     ids = prompt(9)
     text = model.generate(ids, max_new_tokens=30)
     drafter = Tapping(text[:, 9:], (1, 1, 1), (2, RAW_LAST), accuracy=0.7)
@@ -176,7 +176,7 @@ def test_taps_show_the_states_of_the_text_though_tokens_are_run_again(model, pro
     assert drafter.assert_saw({2: hidden, RAW_LAST: last}, atol=1e-4 * float(hidden.abs().max())) > 30
 
 
-def test_a_model_that_forgets_its_states_gets_no_drafts(model, prompt, monkeypatch):
+def test_models_that_do_not_restore_states_get_no_drafts(model, prompt, monkeypatch):
     monkeypatch.setattr(recurrent._LayerStates, "put_back", lambda *args: None)
     shape, reason = run_trial(model, "chain")
     assert shape == "single"

@@ -77,7 +77,7 @@ class Round:
 
 
 @pytest.mark.parametrize("first", quick(range(0, 10_000, 1000)))
-def test_ten_thousand_random_rounds(first):
+def test_captured_metadata_is_right_for_random_rounds(first):
     for seed in range(first, first + 1000):
         check(Round(seed))
 
@@ -116,7 +116,7 @@ def check_moves(round: Round, along: AcceptedPath, paths: list[list[int]]) -> No
             assert torch.equal(stack[:, row, :, : length + len(path)], wanted)
 
 
-def test_a_table_is_read_as_it_was_written():
+def test_scored_table_returns_the_written_values():
     chosen, tokens, parents = (torch.randint(99, (2, 4)) for _ in range(3))
     values = torch.tensor([[0.0, -1.5, -torch.inf, torch.nan], [0.0, -0.1, -0.2, -0.3]])
     marks = torch.tensor([[1], [0]])
@@ -187,7 +187,7 @@ def rounds_with_tokens(seeds):
 
 
 @pytest.mark.parametrize("form", ["stock", "folded"])
-def test_forwards_of_random_rounds(tiny_model, form):
+def test_tree_forward_equals_the_scorer_for_random_rounds(tiny_model, form):
     """Entries beyond the ends of rows hold large numbers."""
     model = tiny_model("qwen2")
     groups = TreeAttention(model, torch.device("cpu")).groups
@@ -195,14 +195,14 @@ def test_forwards_of_random_rounds(tiny_model, form):
         compare(model, round, form, groups, poison=1e4)
 
 
-def test_forwards_by_the_kernel(tiny_model, interpreted, unchecked_shapes):
+def test_tree_forward_by_the_kernel_equals_the_scorer(tiny_model, interpreted, unchecked_shapes):
     """Entries beyond the ends of rows hold NaN."""
     model = tiny_model("qwen2")
     for round in rounds_with_tokens(range(6)):
         compare(model, round, "kernel", 2, poison=torch.nan)
 
 
-def test_the_kernel_is_for_16_bit_on_gpus_that_have_it(tiny_model, monkeypatch):
+def test_tree_forward_uses_the_kernel_for_16_bit_on_gpus_only(tiny_model, monkeypatch):
     model = tiny_model("qwen2")
     cpu, gpu = (TreeAttention(model, torch.device(name)) for name in ("cpu", "cuda"))
     for has_kernel in (False, True):

@@ -67,7 +67,7 @@ def buffers_of(cache) -> set[int]:
     return {tensor.data_ptr() for layer in cache.layers for tensor in layer._buffers.values()}
 
 
-def test_rounds_and_requests_find_everything_at_the_same_addresses(model, prompt, watching):
+def test_buffers_keep_their_addresses_across_rounds_and_requests(model, prompt, watching):
     mine = speculator()
     gc.disable()  # a cache that is part of a reference cycle would keep its buffers from the next request
     try:
@@ -82,7 +82,7 @@ def test_rounds_and_requests_find_everything_at_the_same_addresses(model, prompt
     assert not mine.stats.fallbacks
 
 
-def test_a_returned_cache_stays_as_it_is(model, prompt):
+def test_buffers_of_a_returned_cache_are_not_reused(model, prompt):
     mine = speculator()
     first = model.generate(prompt(12), speculator=mine, return_dict_in_generate=True, **REQUEST)
     states = [(layer.keys.clone(), layer.values.clone()) for layer in cache_of(first).layers]
@@ -95,7 +95,7 @@ def test_a_returned_cache_stays_as_it_is(model, prompt):
     assert expected.tolist() == model.generate(prompt(12), **REQUEST).tolist()
 
 
-def test_a_cache_of_the_caller_stays_as_it_is(model, prompt):
+def test_buffers_of_a_callers_cache_are_not_reused(model, prompt):
     mine, cache = speculator(), DynamicCache(config=model.config)
     text = model.generate(prompt(12), speculator=mine, **as_cache(cache), **REQUEST)
     states = [layer.keys.clone() for layer in cache.layers]
@@ -109,7 +109,7 @@ def test_a_cache_of_the_caller_stays_as_it_is(model, prompt):
     assert longer.tolist() == model.generate(prompt(12), **{**REQUEST, "max_new_tokens": 32}).tolist()
 
 
-def test_threads_have_buffers_of_their_own(model, prompt):
+def test_threads_use_separate_buffers(model, prompt):
     mine, found = speculator(), {}
     expected = {length: model.generate(prompt(length), **REQUEST).tolist() for length in (9, 14, 21, 33)}
     model.generate(prompt(9), speculator=mine, **REQUEST)  # both threads find an idle set to quarrel over
@@ -127,7 +127,7 @@ def test_threads_have_buffers_of_their_own(model, prompt):
     assert not mine.stats.fallbacks
 
 
-def test_an_interrupted_request_gives_its_buffers_back(model, prompt, watching):
+def test_interrupted_request_returns_its_buffers(model, prompt, watching):
     def stop(*_args):
         raise KeyboardInterrupt
 
@@ -141,7 +141,7 @@ def test_an_interrupted_request_gives_its_buffers_back(model, prompt, watching):
     assert set(watching.calls) == before
 
 
-def test_what_a_set_held_is_gone_when_it_is_taken_again():
+def test_pool_clears_buffers_before_reuse():
     pool, cache = Pool(), Cache(layers=[])
     lease = Lease(cache, pool)
     tensor = lease.buffers(1, 512).tensor("a", (2, 3), torch.float32, torch.device("cpu"))
@@ -152,7 +152,7 @@ def test_what_a_set_held_is_gone_when_it_is_taken_again():
     assert not again.any(), "0 x NaN is not 0"
 
 
-def test_a_pool_keeps_few_sets_and_hands_out_each_once():
+def test_pool_keeps_few_sets_and_lends_each_once():
     pool = Pool()
     for size in range(MAX_IDLE + 2):
         pool.put_back({(1, size): Buffers()})

@@ -34,12 +34,12 @@ def run(graphs, tensor, kind="kind", function=twice):
     return graphs.run(function, kind, (tensor,), tensor.device)
 
 
-def test_on_gpus_only():
+def test_can_capture_on_gpus_only():
     assert can_capture(torch.device("cuda"))
     assert not can_capture(CPU)
 
 
-def test_the_second_call_is_recorded_and_later_ones_replay_it(replays):
+def test_cuda_graphs_capture_the_second_call_and_replay_later_ones(replays):
     graphs, tensor = CudaGraphs(), torch.ones(2)
     results = []
     for value in range(4):
@@ -49,7 +49,7 @@ def test_the_second_call_is_recorded_and_later_ones_replay_it(replays):
     assert (len(replays.names), replays.num_replayed) == (1, 3)
 
 
-def test_other_addresses_are_recorded_too_and_few_are_kept(replays):
+def test_cuda_graphs_capture_each_address_and_keep_few(replays):
     graphs, tensors = CudaGraphs(), [torch.full((2,), float(value)) for value in range(MAX_CUDA_GRAPHS + 2)]
     run(graphs, tensors[0])
     for tensor in [*tensors, *tensors]:
@@ -58,7 +58,7 @@ def test_other_addresses_are_recorded_too_and_few_are_kept(replays):
     assert graphs.num_bytes == 8 * MAX_CUDA_GRAPHS
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(replays, monkeypatch, logged):
+def test_failed_capture_falls_back_with_one_warning(replays, monkeypatch, logged):
     def fail(*_arguments):
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -92,7 +92,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_was_changed_is_recorded_again(change):
+def test_state_of_changes_with_the_model(change):
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
     model[0].scaling = {"default": 1.0}
     before = state_of([model])
@@ -103,7 +103,7 @@ def test_a_model_that_was_changed_is_recorded_again(change):
     del kept
 
 
-def test_our_own_hooks_and_changed_values_are_no_change():
+def test_state_of_ignores_our_hooks_and_new_values():
     model = nn.Linear(2, 2)
     before = state_of([model])
 
@@ -116,7 +116,7 @@ def test_our_own_hooks_and_changed_values_are_no_change():
     assert state_of([model]) == before
 
 
-def test_recordings_end_with_their_module(replays):
+def test_cuda_graphs_are_freed_with_their_module(replays):
     module, tensor = nn.Linear(1, 1), torch.ones(1)
     runner = GraphRunner(None, Counter())
     for _ in range(3):
@@ -136,7 +136,7 @@ def twice_of(tensor):
 class TestOnAGpu:
     """Real CUDA graphs."""
 
-    def test_replays_read_what_the_arguments_hold(self):
+    def test_cuda_graph_replay_reads_new_values(self):
         graphs, tensor = CudaGraphs(), torch.ones(4, 4, device="cuda")
         weight = torch.randn(4, 4, device="cuda")
 
@@ -150,7 +150,7 @@ class TestOnAGpu:
             assert found["sum"].item() == 16 * value
         assert len(graphs) == 1
 
-    def test_several_share_a_pool_and_keep_their_results(self):
+    def test_cuda_graphs_share_memory_and_keep_their_results(self):
         graphs = [CudaGraphs() for _ in range(5)]
         tensors = [torch.full((1000,), float(value), device="cuda") for value in range(5)]
         found = [
@@ -162,7 +162,7 @@ class TestOnAGpu:
         gc.collect()
         assert (run(graphs[0], tensors[3])["twice"] == 6).all()
 
-    def test_a_capture_that_fails_leaves_everything_usable(self):
+    def test_failed_cuda_capture_leaves_other_graphs_usable(self):
         graphs, tensor = CudaGraphs(), torch.ones(3, device="cuda")
         earlier = [run(graphs, tensor, kind="earlier")["twice"].tolist() for _ in range(3)]
 
@@ -179,7 +179,7 @@ class TestOnAGpu:
             assert run(graphs, tensor, kind="other")["twice"].tolist() == [2.0] * 3
         assert len(graphs) == 2
 
-    def test_a_workspace_that_is_cleared_is_not_theirs(self):
+    def test_cuda_graphs_survive_a_cleared_cublas_workspace(self):
         """As inductor's own CUDA graphs do when stock's static cache is compiled beside."""
         graphs = CudaGraphs()
         inputs, weight = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((8, 4096), (4096, 512)))
@@ -194,7 +194,7 @@ class TestOnAGpu:
         found = graphs.run(product, "kind", (inputs, weight), inputs.device)["product"]
         torch.testing.assert_close(found, inputs @ weight)
 
-    def test_threads_and_streams_take_turns(self):
+    def test_cuda_graphs_are_right_in_threads_and_streams(self):
         graphs, tensors = CudaGraphs(), [torch.full((1 << 16,), float(value), device="cuda") for value in range(4)]
         wrong = []
 

@@ -62,11 +62,11 @@ def check_kernels(dtype, device, tolerance):
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-def test_kernels_round_where_pytorch_does(interpreted, dtype):
+def test_fused_kernels_round_as_pytorch_does(interpreted, dtype):
     check_kernels(dtype, "cpu", EXACT[dtype])
 
 
-def test_every_product_is_rounded_before_it_is_added(monkeypatch, tmp_path):
+def test_rotation_kernel_compiles_without_fused_multiply_add(monkeypatch, tmp_path):
     """As in PyTorch, where it is a tensor of its own. Only the compiled code shows it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -79,12 +79,12 @@ def test_every_product_is_rounded_before_it_is_added(monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_kernels_on_a_gpu(dtype):
+def test_fused_kernels_are_right_on_a_gpu(dtype):
     check_kernels(dtype, "cuda", 2**-8)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_all_layers_take_part_and_the_result_stays(on_cpu, tiny_model, prompt, architecture):
+def test_fusing_replaces_all_layers_and_keeps_the_logits(on_cpu, tiny_model, prompt, architecture):
     model, ids = copy.deepcopy(tiny_model(architecture)).half(), prompt(9)
     num_layers = model.config.num_hidden_layers
     assert len(places_of(model)) == 3 * num_layers + 2, "two norms and a gate a layer, the last norm, the rotation"
@@ -102,7 +102,7 @@ def test_all_layers_take_part_and_the_result_stays(on_cpu, tiny_model, prompt, a
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
 
 
-def test_norms_of_torch_take_part(on_cpu):
+def test_fusing_replaces_rms_norms_of_torch(on_cpu):
     norm, (states,) = torch.nn.RMSNorm(24, eps=1e-5).half(), inputs_of(torch.float16, "cpu", (2, 3, 24))
     (place,) = places_of(norm)
     torch.testing.assert_close(place.replacement(states), norm(states), rtol=2**-9, atol=1e-5)
@@ -110,7 +110,7 @@ def test_norms_of_torch_take_part(on_cpu):
 
 
 @pytest.mark.parametrize("name", ["Gemma's norm", "a gate with GELU", "float32", "a forward of someone else"])
-def test_what_computes_something_else_stays_as_it_is(on_cpu, tiny_model, name):
+def test_fusing_leaves_other_modules_alone(on_cpu, tiny_model, name):
     layer = copy.deepcopy(tiny_model("llama")).half().model.layers[0]
     if name == "Gemma's norm":
         module = GemmaRMSNorm(16).half()
@@ -127,7 +127,7 @@ def test_what_computes_something_else_stays_as_it_is(on_cpu, tiny_model, name):
     assert places_of(module) == []
 
 
-def test_others_see_nothing_of_it(on_cpu, tiny_model, monkeypatch):
+def test_fusing_is_invisible_to_other_threads_and_after_errors(on_cpu, tiny_model, monkeypatch):
     """Neither another thread, nor anybody after an error; and who replaces a forward later keeps it."""
     norm = copy.deepcopy(tiny_model("llama")).half().model.norm
     states, seen = torch.randn(1, 2, len(norm.weight)).half(), []
@@ -147,7 +147,7 @@ def test_others_see_nothing_of_it(on_cpu, tiny_model, monkeypatch):
     assert torch.equal(fusing(lambda norm: norm(states))(norm), states + 1)
 
 
-def test_kernels_that_cannot_be_built_are_done_without(monkeypatch, logged):
+def test_fusing_is_off_if_triton_cannot_build(monkeypatch, logged):
     """As where there is no C compiler, here where there is no GPU."""
     triton_support._builds.cache_clear()
     assert not triton_support._builds(0)
@@ -155,13 +155,13 @@ def test_kernels_that_cannot_be_built_are_done_without(monkeypatch, logged):
     triton_support._builds.cache_clear()
 
 
-def test_a_kernel_that_disagrees_takes_no_part(on_cpu, tiny_model, monkeypatch):
+def test_fusing_leaves_out_a_kernel_that_fails(on_cpu, tiny_model, monkeypatch):
     monkeypatch.setattr(fused, "rms_norm", lambda *_: (_ for _ in ()).throw(RuntimeError("no C compiler")))
     model = copy.deepcopy(tiny_model("llama")).half()
     assert len(places_of(model)) == model.config.num_hidden_layers + 1, "gates and rotation"
 
 
-def test_a_model_is_not_kept(on_cpu, tiny_model):
+def test_fusing_does_not_keep_a_model_alive(on_cpu, tiny_model):
     model = copy.deepcopy(tiny_model("llama")).half()
     gone, found = weakref.ref(model), len(places_of(model))
     del model
@@ -170,7 +170,7 @@ def test_a_model_is_not_kept(on_cpu, tiny_model):
     assert gone() is None
 
 
-def test_nothing_is_drawn(on_cpu, tiny_model):
+def test_fusing_draws_no_random_numbers(on_cpu, tiny_model):
     before = torch.get_rng_state()
     places_of(copy.deepcopy(tiny_model("llama")).half())
     assert torch.equal(torch.get_rng_state(), before)

@@ -33,18 +33,18 @@ def scaled(module, inputs, options):
     ("compile", "device", "backend"),
     [(None, GPU, None), (True, GPU, "inductor"), (True, CPU, "inductor"), ("eager", CPU, "eager")],
 )
-def test_what_a_request_is_compiled_by(compile, device, backend):
+def test_graphs_of_chooses_the_compiler_of_a_request(compile, device, backend):
     runner = graph_runner_for(compile, device, Counter())
     assert runner is not None
     assert runner.backend == backend
 
 
 @pytest.mark.parametrize(("compile", "device"), [(None, CPU), (False, CPU), (False, GPU)])
-def test_what_runs_as_it_is(compile, device):
+def test_graph_runner_runs_eagerly_without_a_backend(compile, device):
     assert graph_runner_for(compile, device, Counter()) is None
 
 
-def test_functions_that_are_only_recorded_have_no_limit():
+def test_graph_runner_does_not_limit_captured_functions():
     graphs = Graphs(None)
     for key in range(4 * MAX_GRAPHS):
         assert graphs.get(scaled, key) == (scaled, True)
@@ -57,7 +57,7 @@ def keys_chosen(graphs, wanted):
     return [graphs.choose("f", keys) for keys in wanted]
 
 
-def test_a_graph_that_does_more_serves_until_the_fitting_one_is_needed_often():
+def test_graphs_use_a_larger_graph_until_the_exact_one_is_frequent():
     graphs = Graphs("eager")
     assert keys_chosen(graphs, [(4, 8)]) == [4], "nothing is there yet"
     graphs.by_key["f", 8] = len
@@ -66,13 +66,13 @@ def test_a_graph_that_does_more_serves_until_the_fitting_one_is_needed_often():
     assert keys_chosen(graphs, [(4, 8), (8, 16)]) == [4, 8]
 
 
-def test_what_is_a_small_part_of_all_is_not_compiled():
+def test_graphs_compile_no_rare_sizes():
     graphs = Graphs("eager", by_key={("f", 8): len})
     calls = ([(8,)] * 9 + [(4, 8)]) * (2 * ASKED_OFTEN)
     assert set(keys_chosen(graphs, calls)) == {8}
 
 
-def test_no_new_graph_where_there_is_no_room_nor_where_it_failed():
+def test_graphs_add_none_at_the_limit_or_after_a_failure():
     full = Graphs("eager", by_key={("f", size): len for size in range(8, 8 + MAX_GRAPHS)})
     assert set(keys_chosen(full, [(4, 8)] * (2 * ASKED_OFTEN))) == {8}
     failed = Graphs("eager", by_key={("f", 4): None, ("f", 8): len})
@@ -80,7 +80,7 @@ def test_no_new_graph_where_there_is_no_room_nor_where_it_failed():
     assert full.has_room("g", 4)
 
 
-def test_every_batch_size_has_room_for_its_own_graphs():
+def test_graphs_have_a_limit_per_batch_size():
     keys = [(rows, width) for rows in range(MAX_BATCH_SIZES) for width in range(MAX_GRAPHS)]
     graphs, refused = Graphs("eager"), []
     for key in keys:

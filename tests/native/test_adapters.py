@@ -69,7 +69,7 @@ def backends() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", LORAS)
-def test_logits_are_those_of_the_dequantised_model_with_it(path, kind, tmp_path):
+def test_packed_model_with_lora_gives_logits_of_the_dequantised_model(path, kind, tmp_path):
     """Each projection of a fused product has its own, and one for each row works too."""
     folder, ids = save_adapter(path, tmp_path / "adapter", **LORAS[kind]), token_ids(2, 9)
     dense = peft.PeftModel.from_pretrained(load(path, "dense"), folder)
@@ -94,7 +94,7 @@ def lora_layers(model: torch.nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
 
 
-def test_adapted_layers_are_those_of_the_dequantised_model(path):
+def test_peft_adapts_the_layers_that_it_adapts_in_the_dequantised_model(path):
     """Nothing inside a fused projection, whatever the pattern."""
     for target_modules in ("all-linear", r".*_proj", ["q_proj", "down_proj"]):
         adapted = lora(target_modules=target_modules)
@@ -107,7 +107,7 @@ def test_adapted_layers_are_those_of_the_dequantised_model(path):
 
 
 @pytest.mark.skipif(bool(outdated_peft()), reason=outdated_peft())
-def test_peft_in_transformers(path, tmp_path):
+def test_load_adapter_of_transformers_loads_and_switches_lora(path, tmp_path):
     folder, ids = save_adapter(path, tmp_path / "adapter", target_modules=PROJECTIONS), token_ids(1, 9)
     found, expected = load(path), load(path, "dense")
     for model in (found, expected):
@@ -128,7 +128,7 @@ def check(model, ids: torch.Tensor, speculator: Speculator) -> torch.Tensor:
     return model.generate(input_ids=ids, max_new_tokens=NEW_TOKENS)
 
 
-def test_text_with_adapters_switched_and_off(path, tmp_path):
+def test_text_is_plain_while_adapters_are_switched_and_disabled(path, tmp_path):
     first = save_adapter(path, tmp_path / "first", 1, target_modules=["q_proj", "v_proj", "lm_head"])
     second = save_adapter(path, tmp_path / "second", 2, target_modules=PROJECTIONS)
     model = peft.PeftModel.from_pretrained(load(path), first, adapter_name="first")
@@ -150,7 +150,7 @@ def test_text_with_adapters_switched_and_off(path, tmp_path):
 
 
 @pytest.mark.parametrize("merge", ["merge_adapter", "merge_and_unload", "safe"])
-def test_merging_is_refused_and_changes_nothing(path, merge, tmp_path):
+def test_merging_an_adapter_is_refused_and_changes_nothing(path, merge, tmp_path):
     folder, ids = (
         save_adapter(path, tmp_path / "adapter", target_modules=[*PROJECTIONS, "embed_tokens"]),
         token_ids(1, 9),
@@ -174,7 +174,7 @@ def test_merging_is_refused_and_changes_nothing(path, merge, tmp_path):
     ],
     ids=["dora", "dora alone", "output", "embeddings", "tokens"],
 )
-def test_what_changes_weights_is_refused(path, options, tmp_path):
+def test_adapters_that_change_weights_are_refused(path, options, tmp_path):
     folder = save_adapter(path, tmp_path / "adapter", **options)
     for backend in backends():
         with pytest.raises(UnsupportedRequestError, match=r"packed.*backend='dense'"):
@@ -182,7 +182,7 @@ def test_what_changes_weights_is_refused(path, options, tmp_path):
     peft.PeftModel.from_pretrained(load(path, "dense"), folder)
 
 
-def test_weights_describe_themselves_only(path):
+def test_packed_weights_refuse_everything_but_their_description(path):
     model = load(path)
     for layer in (model.lm_head, model.model.embed_tokens, model.model.layers[0].self_attn.q_proj):
         weight = layer.weight

@@ -19,7 +19,7 @@ from ..support.tiers import quick
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_blocks_mean_what_gguf_says(kind):
+def test_dequantize_equals_the_gguf_package(kind):
     block_format = FORMATS[kind]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (block_format.block_size, block_format.block_bytes)
     raw = np.random.default_rng(0).integers(0, 256, (64, 2 * block_format.block_bytes), dtype=np.uint8)
@@ -34,7 +34,7 @@ def test_blocks_mean_what_gguf_says(kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
+def test_packed_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
     """float32 keeps the scales: what is left is the order of sums. bfloat16 rounds scales, inputs and products.
     "native-int8" quantises inputs before that, as said, and nothing else."""
     matrix = make_matrix(tmp_path, kind, rows=80, parts=2)
@@ -58,7 +58,7 @@ BACKEND_KINDS = [
 @pytest.mark.parametrize("threads", quick([1, 2]))
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float32, torch.float16]), ids=str)
 @pytest.mark.parametrize(("backend", "kinds"), BACKEND_KINDS)
-def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, threads, tmp_path, set_threads):
+def test_packed_products_of_a_row_are_the_same_in_every_batch(backend, kinds, dtype, threads, tmp_path, set_threads):
     """Decoding (one row), verification (many) and a prompt must give the same bits."""
     set_threads(threads)
     for kind in kinds:
@@ -70,7 +70,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(backend, kinds, dtype, thre
         assert not different, f"{backend}, {kind}, {dtype}: other bits with these numbers of rows: {different}"
 
 
-def test_dequantising_keeps_to_its_buffer(tmp_path, monkeypatch):
+def test_dequantize_backend_stays_within_its_buffer(tmp_path, monkeypatch):
     matrix = make_matrix(tmp_path, "Q8_0", rows=96)
     layer, inputs, seen = pack(matrix, "dequantize", torch.float32), torch.randn(5, 512), []
     expected = layer(inputs)
@@ -83,7 +83,7 @@ def test_dequantising_keeps_to_its_buffer(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scales_that_are_not_finite_are_refused(backend, tmp_path):
+def test_pack_refuses_scales_that_are_not_finite(backend, tmp_path):
     def spoil(data):
         data[36:38] = np.frombuffer(np.float16("inf").tobytes(), np.uint8)
 
@@ -92,7 +92,7 @@ def test_scales_that_are_not_finite_are_refused(backend, tmp_path):
         pack(matrix, backend, torch.float32)
 
 
-def test_fused_projections_are_the_separate_ones(tmp_path):
+def test_fused_projections_equal_separate_ones(tmp_path):
     """Bit for bit; and only the calls that belong together share a product."""
     matrix = make_matrix(tmp_path, "Q4_0", rows=96, parts=3)
     fused = FusedLinear(pack(matrix, "dequantize", torch.bfloat16), matrix.sizes)
@@ -113,7 +113,7 @@ def test_fused_projections_are_the_separate_ones(tmp_path):
     assert torch.equal(projections[0](first), alone[0](first)), "an input that was changed in place"
 
 
-def test_backends_by_name():
+def test_choose_backend_finds_backends_by_name_or_refuses():
     fastest = None if BACKENDS["native"].problem(CPU, torch.float32) else BACKENDS["native"]
     assert choose_backend("auto", CPU, torch.float32) is fastest
     assert choose_backend("auto", CPU, torch.float64) is BACKENDS["dequantize"]
@@ -125,7 +125,7 @@ def test_backends_by_name():
         choose_backend("native", torch.device("cuda"), torch.bfloat16)
 
 
-def test_order_of_llama_rows_is_that_of_transformers():
+def test_llama_rows_are_in_the_order_of_transformers():
     """Neighbours 2i, 2i + 1 of a head of llama.cpp are i and i + d / 2 in transformers."""
     assert half_split_order(12, 2).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
@@ -134,7 +134,7 @@ ROWS, COLUMNS = 12, 512
 
 
 @pytest.mark.parametrize("token", [ROWS, -1, -100, -ROWS, -ROWS - 1])
-def test_a_token_outside_the_table_raises_as_in_torchs_embedding(tmp_path, token):
+def test_packed_embedding_refuses_tokens_as_torchs_embedding_does(tmp_path, token):
     packed = PackedEmbedding(make_matrix(tmp_path, "Q8_0", ROWS, COLUMNS).read(0, ROWS), "Q8_0", torch.float32)
     for embedding in (packed, torch.nn.Embedding(ROWS, COLUMNS)):
         with pytest.raises(IndexError, match="index out of range"):
@@ -143,7 +143,7 @@ def test_a_token_outside_the_table_raises_as_in_torchs_embedding(tmp_path, token
 
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.parametrize("chunk", [1 << 25, 4096])
-def test_matrices_that_lie_together_do_not_overlap(chunk, monkeypatch):
+def test_large_pages_hold_matrices_without_overlap(chunk, monkeypatch):
     monkeypatch.setattr(large_pages, "_CHUNK", chunk)
     shapes = [(3, 100), (1, 1), (70, 64), (2, 33), (5, 2000)]
     with large_pages.together():
@@ -159,7 +159,7 @@ def test_matrices_that_lie_together_do_not_overlap(chunk, monkeypatch):
 
 
 @pytest.mark.usefixtures("needs_kernel")
-def test_large_pages_are_asked_for_before_memory_is_touched(monkeypatch):
+def test_large_pages_are_requested_before_memory_is_written(monkeypatch):
     """Pages that were touched stay small."""
     order = []
     library = large_pages.binding.library()

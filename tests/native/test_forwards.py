@@ -64,7 +64,7 @@ def assert_alike(found, expected):
         ("qwen3", (4, 2), "Q4_K_M", False),
     ],
 )
-def test_states_logits_and_cache_are_those_of_the_modules(architecture, heads, recipe, is_tied, load, calls):
+def test_native_forward_equals_the_modules_in_states_and_cache(architecture, heads, recipe, is_tied, load, calls):
     model = load(architecture, recipe, torch.float32, heads, is_tied)
     for attention in ("sdpa", "eager"):
         model.set_attn_implementation(attention)
@@ -81,7 +81,7 @@ def test_states_logits_and_cache_are_those_of_the_modules(architecture, heads, r
     assert calls == [1] * 6
 
 
-def test_quantized_activations_are_those_of_the_modules(load, calls):
+def test_native_forward_quantizes_activations_as_the_modules_do(load, calls):
     """The same bytes, but for inputs that lie between two of them to the rounding of norms."""
     model = load(recipe="mixed", dtype=torch.float32, backend="native-int8")
     found, cache = states_of(model, ids(1, 37))
@@ -94,7 +94,7 @@ def test_quantized_activations_are_those_of_the_modules(load, calls):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_embeddings_that_the_kernel_looks_up_have_the_bits_of_the_module(kind, load, calls):
+def test_native_embeddings_have_the_bits_of_the_module(kind, load, calls):
     for dtype in (torch.float32, torch.bfloat16):
         model = load(recipe=kind, dtype=dtype)
         states, _ = states_of(model, ids(1, 9))
@@ -104,7 +104,7 @@ def test_embeddings_that_the_kernel_looks_up_have_the_bits_of_the_module(kind, l
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bfloat16_is_no_further_from_float32_than_the_modules_are(recipe, load):
+def test_native_bfloat16_is_as_near_to_float32_as_the_modules(recipe, load):
     exact, _ = states_of(load(recipe=recipe, dtype=torch.float32), ids(1, 37))
     model = load(recipe=recipe)
     found, _ = states_of(model, ids(1, 37))
@@ -116,7 +116,7 @@ def test_bfloat16_is_no_further_from_float32_than_the_modules_are(recipe, load):
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mixed", "Q8_0", "some dense"])
-def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(dtype, recipe, backend, load):
+def test_native_forward_gives_a_row_the_same_bits_in_every_batch(dtype, recipe, backend, load):
     model, text = load(recipe=recipe, dtype=dtype, backend=backend), ids(1, 45)
     whole, logits, cache = outputs_of(model, text)
     for sizes in ([1] * 45, [20, 1, 7, 17], [44, 1]):
@@ -143,7 +143,7 @@ def tree_mask(parents: list[int], num_prefix: int, dtype: torch.dtype) -> tuple[
 
 @pytest.mark.parametrize("form", ["additive", "bool", "folded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_node_gets_the_bits_of_its_path(form, dtype, load, calls):
+def test_native_forward_gives_a_node_the_bits_of_its_path(form, dtype, load, calls):
     """Greedy text under speculation is plain's in bfloat16 too: nothing depends on where ancestors lie."""
     model, parents = load(recipe="mixed", dtype=dtype), [-1, 0, 0, 1, 2, 2, 4, 6, 3]
     prefix, nodes = ids(1, 30), ids(1, len(parents), seed=2)
@@ -160,7 +160,7 @@ def test_a_node_gets_the_bits_of_its_path(form, dtype, load, calls):
     assert set(calls) == {1}
 
 
-def test_a_root_alone_needs_no_mask(load, calls):
+def test_native_forward_of_a_root_needs_no_mask(load, calls):
     model = load()
     _, cache = states_of(model, ids(1, 9))
     twin = copy.deepcopy(cache)
@@ -173,7 +173,7 @@ def test_a_root_alone_needs_no_mask(load, calls):
 
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
 @pytest.mark.parametrize("repeats", [1, 7])
-def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(repeats, backend, load, calls):
+def test_native_forward_gives_padded_rows_the_bits_that_they_get_alone(repeats, backend, load, calls):
     """21 texts of up to 24 tokens are more rows than the kernel takes at once."""
     model, lengths = load(recipe="mixed", backend=backend), [11, 24, 3] * repeats
     batch = padded(lengths)
@@ -189,7 +189,7 @@ def test_rows_of_a_padded_batch_get_the_bits_that_they_get_alone(repeats, backen
 
 
 @pytest.mark.parametrize("backend", ["native", "native-int8"])
-def test_texts_of_more_rows_than_at_once_are_computed_in_pieces(backend, load, calls):
+def test_native_forward_computes_long_texts_in_pieces(backend, load, calls):
     model, lengths = load(recipe="mixed", backend=backend), [300, 7, 140]
     batch = padded(lengths)
     found, logits, cache = outputs_of(model, **batch)
@@ -206,7 +206,7 @@ def test_texts_of_more_rows_than_at_once_are_computed_in_pieces(backend, load, c
     assert set(calls) == {1}
 
 
-def test_threads_do_not_change_bits(load, set_threads):
+def test_native_forward_gives_the_same_bits_with_any_number_of_threads(load, set_threads):
     model, found = load(recipe="mixed"), []
     for threads in (1, 2, 3):
         set_threads(threads)
@@ -216,7 +216,7 @@ def test_threads_do_not_change_bits(load, set_threads):
 
 
 @pytest.mark.parametrize("flags", OTHER_CPUS[:2])
-def test_other_cpus_compute_the_same(flags, load, compiled, monkeypatch):
+def test_native_forward_is_right_on_cpus_without_some_instructions(flags, load, compiled, monkeypatch):
     """Also in bfloat16 where it cannot be multiplied: no further from float32 than the modules are."""
     model = load(recipe="mixed", dtype=torch.float32)
     expected, _ = states_of(modules_only(model), ids(1, 20))
@@ -231,7 +231,7 @@ def test_other_cpus_compute_the_same(flags, load, compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", [True, 1, [0, 3], [-1], [-2, 1], False])
-def test_hidden_states_are_handed_out_as_transformers_does(wanted, load, calls):
+def test_native_forward_returns_hidden_states_as_transformers_does(wanted, load, calls):
     model = load(dtype=torch.float32)
     found, expected = (answer(each, ids(1, 6), output_hidden_states=wanted) for each in (model, modules_only(model)))
     assert (found.hidden_states is None) == (expected.hidden_states is None)
@@ -242,7 +242,7 @@ def test_hidden_states_are_handed_out_as_transformers_does(wanted, load, calls):
     assert calls == [1]
 
 
-def test_positions_behind_the_table_are_served(load, calls):
+def test_native_forward_takes_positions_beyond_the_rope_table(load, calls):
     model = load(dtype=torch.float32)
     twin, positions = modules_only(model), torch.tensor([[5000, 5001]])
     found, expected = (
@@ -253,7 +253,7 @@ def test_positions_behind_the_table_are_served(load, calls):
     assert calls == [1, 1]
 
 
-def test_a_token_without_an_embedding_is_an_error_as_before(load):
+def test_native_forward_raises_for_tokens_without_an_embedding(load):
     model = load()
     cache = cache_of(answer(model, ids(1, 4)))
     with pytest.raises(IndexError):
@@ -261,7 +261,7 @@ def test_a_token_without_an_embedding_is_an_error_as_before(load):
     assert cache.get_seq_length() == 4
 
 
-def test_caches_are_used_as_they_are(load, calls):
+def test_native_forward_takes_caches_that_were_cut_reordered_or_copied(load, calls):
     """Plain caches become ones that are appended in place; cut, reordered, repeated and exchanged they go on."""
     model, text = load(), ids(2, 12)
     expected, _ = states_of(model, text.flip(0))
@@ -278,7 +278,7 @@ def test_caches_are_used_as_they_are(load, calls):
     assert set(calls) == {1}
 
 
-def test_an_interruption_leaves_a_cache_that_goes_on(load):
+def test_interrupted_native_forward_leaves_a_usable_cache(load):
     model, text = load(), ids(1, 8)
     expected, _ = states_of(model, text)
     _, cache = states_of(model, text[:, :5])
@@ -295,12 +295,12 @@ def test_an_interruption_leaves_a_cache_that_goes_on(load):
     assert torch.equal(states_of(model, text[:, 5:], cache)[0], expected[:, :, 5:])
 
 
-def test_plain_generate_takes_one_call_a_token(load, calls):
+def test_plain_generate_takes_one_native_call_per_token(load, calls):
     load().generate(ids(1, 5), max_new_tokens=7, do_sample=False, pad_token_id=0)
     assert calls == [1] * 7
 
 
-def test_the_signature_is_that_of_the_class(load):
+def test_native_forward_keeps_the_signature_of_the_class(load):
     model = load()
     of_class = list(inspect.signature(LlamaForCausalLM.forward).parameters.values())
     assert list(inspect.signature(model.forward).parameters.values()) == of_class[1:]
@@ -357,7 +357,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_have_their_effect(change, load):
+def test_native_model_notices_changes_of_its_modules(change, load):
     model = load(recipe="Q4_K_M", dtype=torch.float32)
     states_of(model, ids(1, 4))  # whatever is remembered
     before, _ = states_of(model, ids(1, 12))
@@ -367,7 +367,7 @@ def test_changes_have_their_effect(change, load):
     assert after.shape != before.shape or not torch.equal(after[-1], before[-1]) or change in rounds
 
 
-def test_a_hook_that_is_gone_leaves_the_kernel(load, calls):
+def test_native_forward_returns_when_a_foreign_hook_is_removed(load, calls):
     model = load()
     handle = model.model.layers[0].mlp.register_forward_hook(scaled)
     states_of(model, ids(1, 5))
@@ -379,7 +379,7 @@ def test_a_hook_that_is_gone_leaves_the_kernel(load, calls):
     assert has_native_layers(model)
 
 
-def test_who_changes_the_class_is_called(load, calls, monkeypatch):
+def test_native_forward_calls_a_replaced_forward_of_the_class(load, calls, monkeypatch):
     model, seen = load(), []
     stock = LlamaForCausalLM.forward
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, *a, **k: seen.append(1) or stock(self, *a, **k))
@@ -388,7 +388,7 @@ def test_who_changes_the_class_is_called(load, calls, monkeypatch):
     assert not calls
 
 
-def test_attentions_are_handed_out_and_forgotten(load, calls):
+def test_native_forward_resumes_after_attentions_were_returned(load, calls):
     model = load(attn_implementation="eager")
     assert len(answer(model, ids(1, 6), output_attentions=True).attentions) == 3
     assert not calls
@@ -396,7 +396,7 @@ def test_attentions_are_handed_out_and_forgotten(load, calls):
     assert calls == [1], "transformers' hooks stay, and sleep"
 
 
-def test_hooks_that_read_are_shown_every_layer(load, calls):
+def test_native_forward_calls_our_reading_hooks_at_every_layer(load, calls):
     model, seen = load(), []
 
     def reader(module, inputs, output):
@@ -433,7 +433,7 @@ def other_mask():
         lambda model: {"logits_to_keep": torch.tensor([2])},
     ],
 )
-def test_what_only_the_modules_can_answer_is_left_to_them(options, load, calls):
+def test_native_forward_leaves_unsupported_arguments_to_the_modules(options, load, calls):
     model = load(dtype=torch.float32, attn_implementation="eager")
     twin = modules_only(model)
     found, expected = (each(**{"input_ids": ids(1, 6), **options(each)}) for each in (model, twin))
@@ -442,7 +442,7 @@ def test_what_only_the_modules_can_answer_is_left_to_them(options, load, calls):
     assert not calls
 
 
-def test_gradients_autocast_and_what_is_no_cache_are_left_to_the_modules(load, calls):
+def test_native_forward_leaves_gradients_autocast_and_foreign_caches_to_the_modules(load, calls):
     model, text = load(dtype=torch.float32), ids(1, 6)
     with torch.autocast("cpu", torch.bfloat16):
         answer(model, text)
@@ -456,7 +456,7 @@ def test_gradients_autocast_and_what_is_no_cache_are_left_to_the_modules(load, c
     assert calls == [1]
 
 
-def test_copies_compute_the_same(load, calls):
+def test_copies_of_a_native_model_compute_the_same(load, calls):
     model = load(dtype=torch.float32)
     written = io.BytesIO()
     torch.save(model, written)
@@ -472,7 +472,7 @@ def test_copies_compute_the_same(load, calls):
         assert calls == [1]
 
 
-def test_models_of_other_backends_are_left_alone(load):
+def test_fuse_leaves_models_of_other_backends_alone(load):
     model = load(backend="dequantize")
     assert not fuse(model)
     assert "forward" not in vars(model)
@@ -489,7 +489,7 @@ def looks(model, monkeypatch):
     return found
 
 
-def test_a_request_is_looked_at_once(load, monkeypatch):
+def test_native_model_is_checked_once_per_request(load, monkeypatch):
     model = load()
     found = looks(model, monkeypatch)
     model.generate(ids(1, 5), max_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -501,7 +501,7 @@ def test_a_request_is_looked_at_once(load, monkeypatch):
     assert len(found) == 9
 
 
-def test_a_hook_that_is_registered_meanwhile_has_its_effect(load, calls):
+def test_assume_unchanged_notices_a_new_hook(load, calls):
     model = load(dtype=torch.float32)
     with model.forward.native.assume_unchanged(is_threaded=False):
         before = answer(model, ids(1, 6)).logits
@@ -513,7 +513,7 @@ def test_a_hook_that_is_registered_meanwhile_has_its_effect(load, calls):
     assert calls == [1, 1]
 
 
-def test_what_is_changed_behind_a_request_is_seen(load):
+def test_native_model_notices_changes_after_a_request(load):
     model = load(dtype=torch.float32)
     with model.forward.native.assume_unchanged(is_threaded=False):
         before = answer(model, ids(1, 6)).logits
@@ -523,7 +523,7 @@ def test_what_is_changed_behind_a_request_is_seen(load):
     assert_alike(answer(model, ids(1, 6)).logits, before * 2)
 
 
-def test_a_cache_may_change_within_a_request(load):
+def test_assume_unchanged_allows_changes_of_the_cache(load):
     """Rows that have ended leave it, text is cut: all layers alike."""
     model, text = load(), ids(2, 12)
     with model.forward.native.assume_unchanged(is_threaded=False):

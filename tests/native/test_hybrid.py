@@ -72,7 +72,7 @@ def states_of(cache):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_and_states_are_those_of_the_modules(model_of, calls, shape):
+def test_hybrid_layers_equal_the_modules_in_logits_and_states(model_of, calls, shape):
     model, text = model_of(shape, "native", torch.float32), ids(2, 150)
     for sizes in (None, [90, 1, 1, 58]):
         found, cache = answers(model, text, sizes)
@@ -86,7 +86,7 @@ def test_logits_and_states_are_those_of_the_modules(model_of, calls, shape):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
-def test_bits_do_not_depend_on_how_a_text_is_cut(model_of, calls, backend, dtype):
+def test_hybrid_layers_give_the_same_bits_however_a_text_is_split(model_of, calls, backend, dtype):
     """Not of logits, nor of states: a chain that is verified has the bits of single steps."""
     model, text = model_of("tiled", backend, dtype), ids(1, 110)
     whole, cache = answers(model, text)
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_how_a_text_is_cut(model_of, calls, backend, dtype
     assert calls["attend"] == 1 + 110 + 22 + 4
 
 
-def test_bits_do_not_depend_on_other_rows(model_of):
+def test_hybrid_layers_give_a_row_the_same_bits_in_every_batch(model_of):
     """Left padding and neighbours change nothing."""
     model, lengths = model_of("tiled", "native", torch.float32), (9, 30, 17)
     batch = padded(lengths)
@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_other_rows(model_of):
         assert torch.equal(found[row : row + 1, -length:], alone)
 
 
-def test_more_rows_than_in_one_call_are_left_to_sdpa(model_of, calls):
+def test_hybrid_attention_leaves_long_prompts_to_sdpa(model_of, calls):
     model, text = model_of("tiled", "native", torch.float32), ids(1, 200)
     found, cache = answers(model, text)
     assert calls == {"run_delta": EVERY - 1, "attend": 0}
@@ -117,7 +117,7 @@ def test_more_rows_than_in_one_call_are_left_to_sdpa(model_of, calls):
     assert relative_error(found, answers(modules_only(model), text)[0]) < 2e-6
 
 
-def test_states_advance_by_a_part_of_a_forward(model_of):
+def test_replay_advances_states_by_a_part_of_a_forward(model_of):
     """A rejection runs no layer again: the bits are those of single steps."""
     model, text = model_of("tiled", "native", torch.bfloat16), ids(2, 30)
     for count in range(9):
@@ -134,7 +134,7 @@ def test_states_advance_by_a_part_of_a_forward(model_of):
             assert all(map(torch.equal, mine, theirs)), count
 
 
-def test_only_the_last_native_forward_of_a_cache_is_repeated(model_of):
+def test_replay_covers_only_the_last_native_forward_of_a_cache(model_of):
     model, text = model_of("tiled", "native", torch.float32), ids(1, 12)
     _, cache = answers(model, text)
     assert all(layer.replay for layer in recurrent(cache))
@@ -146,7 +146,7 @@ def test_only_the_last_native_forward_of_a_cache_is_repeated(model_of):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_rejected_chains_cost_no_rows(model_of, monkeypatch, batch_size, do_sample):
+def test_rejected_chains_run_no_rows_again(model_of, monkeypatch, batch_size, do_sample):
     """Text, and the rows of every forward after the prompt: those of a chain, whatever was rejected before."""
     model, prompt = model_of("tiled", "native", torch.bfloat16), ids(batch_size, 20)
     request = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": None, "pad_token_id": 0}
@@ -171,7 +171,7 @@ def test_rejected_chains_cost_no_rows(model_of, monkeypatch, batch_size, do_samp
 class TestModulesCompute:
     """What the kernel does not know is left to transformers' modules, with the same result."""
 
-    def test_a_recording_cache(self, model_of, calls):
+    def test_modules_compute_with_a_recording_cache(self, model_of, calls):
         model, text = model_of("tiled", "native", torch.float32), ids(1, 20)
         cache = DynamicCache(config=model.config)
         for layer in cache.layers:
@@ -182,7 +182,7 @@ class TestModulesCompute:
         assert calls["run_delta"] == 0
         assert relative_error(found, answers(model, text)[0]) < 2e-6
 
-    def test_gradients(self, model_of, calls):
+    def test_modules_compute_with_gradients(self, model_of, calls):
         model = model_of("tiled", "native", torch.float32)
         states = torch.randn(1, 5, 256, requires_grad=True)
         net = model.model.layers[0].linear_attn
@@ -193,7 +193,7 @@ class TestModulesCompute:
             net(states)
         assert calls["run_delta"] == 1
 
-    def test_autocast(self, model_of, calls):
+    def test_modules_compute_under_autocast(self, model_of, calls):
         model = model_of("tiled", "native", torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found, _ = answers(model, ids(1, 9))
@@ -201,7 +201,7 @@ class TestModulesCompute:
         assert relative_error(found, answers(model, ids(1, 9))[0]) < 3e-2
 
     @pytest.mark.parametrize("later", [False, True], ids=["at load", "later"])
-    def test_another_attention(self, model_of, calls, later):
+    def test_modules_compute_another_attention(self, model_of, calls, later):
         path = model_of("tiled", "native", torch.float32).name_or_path
         named = {} if later else {"attn_implementation": "eager"}
         model = load_model(path, dtype=torch.float32, backend="native", **named)
@@ -212,19 +212,19 @@ class TestModulesCompute:
         assert calls["attend"] == 0
         assert any(each is not None and each.shape == (1, 4, 9, 9) for each in weights)
 
-    def test_float16(self, model_of, calls):
+    def test_modules_compute_float16(self, model_of, calls):
         path = model_of("tiled", "native", torch.float32).name_or_path
         model = load_model(path, dtype=torch.float16, backend="native")
         assert answers(model, ids(1, 9))[0].isfinite().all()
         assert calls == {"run_delta": 0, "attend": 0}
 
-    def test_a_copy(self, model_of, calls):
+    def test_modules_compute_in_a_copy(self, model_of, calls):
         twin = copy.deepcopy(model_of("tiled", "native", torch.float32))
         assert isinstance(twin.model.layers[0].linear_attn.forward, DeltaForward)
         answers(twin, ids(1, 9))
         assert calls == {"run_delta": 0, "attend": 0}
 
-    def test_adapters_are_applied(self, model_of):
+    def test_modules_compute_adapters(self, model_of):
         peft = pytest.importorskip("peft")
         path = model_of("tiled", "native", torch.float32).name_or_path
         model = load_model(path, dtype=torch.float32, backend="native")
@@ -240,7 +240,7 @@ class TestModulesCompute:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("flags", OTHER_CPUS)
-def test_other_instructions(model_of, compiled, monkeypatch, flags):
+def test_hybrid_layers_are_right_on_cpus_without_some_instructions(model_of, compiled, monkeypatch, flags):
     model, text = model_of("tiled", "native", torch.float32), ids(1, 40)
     expected, _ = answers(modules_only(model), text)
     library = compiled(flags)

@@ -57,7 +57,7 @@ WAYS_OUT = {
 
 @pytest.mark.parametrize("way", WAYS_OUT)
 @pytest.mark.parametrize("backend", quick(["native-int8", "native"]))
-def test_texts_are_those_without_the_adapter(backend, way, load, calls):
+def test_idle_adapter_leaves_texts_and_kernel_as_without_it(backend, way, load, calls):
     model = load(backend=backend)
     expected = text_of(model)
     target = adapted(model)
@@ -83,7 +83,7 @@ def test_texts_are_those_without_the_adapter(backend, way, load, calls):
 @pytest.mark.parametrize(
     "targets", ["embed_tokens", "lm_head", ["norm", "input_layernorm", "post_attention_layernorm"]]
 )
-def test_modules_around_the_layers_and_norms(targets, load, calls):
+def test_idle_adapter_on_norms_embeddings_or_output_leaves_the_kernel(targets, load, calls):
     model = load()
     expected = text_of(model)
     if isinstance(targets, list):
@@ -101,7 +101,7 @@ def test_modules_around_the_layers_and_norms(targets, load, calls):
     assert torch.equal(text_of(target), with_it)
 
 
-def test_adapters_on_other_layers_are_switched(load, calls):
+def test_adapters_on_other_layers_can_be_switched(load, calls):
     """Modules compute all layers while one of them is adapted, and the text is exact."""
     target = adapted(load(), ["q_proj", "v_proj"], [1], name="first")
     target.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"], layers_to_transform=[0, 2]))
@@ -115,7 +115,7 @@ def test_adapters_on_other_layers_are_switched(load, calls):
     assert calls == [1]
 
 
-def test_one_layer_switched_on_again(load, calls):
+def test_adapter_of_one_layer_can_be_enabled_again(load, calls):
     """Whatever PEFT's own switch says of the others."""
     model = load(dtype=torch.float32)
     target, twin = (adapted(each, ["v_proj"]) for each in (model, modules_only(model)))
@@ -141,7 +141,7 @@ class SwitchesOn:
         return scores
 
 
-def test_an_adapter_that_is_switched_on_within_a_request(load):
+def test_adapter_can_be_enabled_within_a_request(load):
     model = load(dtype=torch.float32)
     target, twin = (adapted(each) for each in (model, modules_only(model)))
     twin.load_state_dict(target.state_dict(), strict=False)
@@ -163,7 +163,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_layer_of_peft_that_is_not_as_peft_made_it(change, load, calls):
+def test_changed_peft_layers_are_left_to_the_modules(change, load, calls):
     target = adapted(load(), ["down_proj"])
     layer = target.get_base_model().model.layers[1].mlp.down_proj
     with target.disable_adapter():
@@ -174,7 +174,7 @@ def test_a_layer_of_peft_that_is_not_as_peft_made_it(change, load, calls):
         assert not calls
 
 
-def test_copies_see_adapters_come_on(load, calls):
+def test_copies_notice_enabled_adapters(load, calls):
     """The state of a copy is noted while its adapter is off, or on."""
     target = adapted(load(dtype=torch.float32))
     on = logits_of(target)
@@ -195,7 +195,7 @@ def test_copies_see_adapters_come_on(load, calls):
                     assert calls == ([1] if fuses and is_off else [])
 
 
-def test_adapters_that_are_removed_are_not_kept(load, calls):
+def test_removed_adapters_are_freed(load, calls):
     target = adapted(load())
     with target.disable_adapter():
         logits_of(target)
@@ -209,7 +209,7 @@ def test_adapters_that_are_removed_are_not_kept(load, calls):
     assert layer() is None
 
 
-def test_a_check_knows_the_dtype_of_the_packed_model(load, monkeypatch):
+def test_check_lossless_uses_the_dtype_of_the_packed_model(load, monkeypatch):
     """An adapter's float32 weights come first among the parameters; the model still computes in bfloat16."""
     target, tolerances = adapted(load()), []
     assert target.get_base_model().dtype is torch.float32

@@ -117,7 +117,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_one_compilation_serves_many_processes(user):
+def test_kernel_is_compiled_once_for_many_processes(user):
     kept = user.has_compiled()
     assert len(user.compilations) == 1
     before = kept.stat().st_mtime_ns
@@ -133,7 +133,7 @@ def test_one_compilation_serves_many_processes(user):
     assert not os.listdir(tempfile.gettempdir())
 
 
-def test_only_sources_name_a_kernel(user, tmp_path):
+def test_kernel_is_compiled_again_for_changed_sources_only(user, tmp_path):
     kept = user.has_compiled()
     (tmp_path / "README.md").write_text("A map.")
     assert user.starts_process() == ""
@@ -144,7 +144,7 @@ def test_only_sources_name_a_kernel(user, tmp_path):
     assert kept in user.folder.iterdir()
 
 
-def test_a_log_file_says_that_the_compiler_runs_and_a_terminal_shows_it(user):
+def test_compilation_is_logged_and_shown_on_a_terminal(user):
     user.has_compiled()
     begin, end = user.progress
     assert re.fullmatch(r"compiling the kernel for GGUF weights with \S+: about a minute, .*", begin)
@@ -159,7 +159,7 @@ def test_a_log_file_says_that_the_compiler_runs_and_a_terminal_shows_it(user):
     assert not user.progress
 
 
-def test_a_cache_that_cannot_be_used_is_reported_before_the_compiler_runs(user):
+def test_unusable_cache_is_reported_before_the_compiler_runs(user):
     user.has_compiled()
     user.folder.chmod(0o777)
     compile_kernel, seen = native.compile_kernel, []
@@ -179,7 +179,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_kernel_is_made_anew(user, damage):
+def test_damaged_kernel_is_compiled_again(user, damage):
     kept = user.has_compiled()
     replace(kept, DAMAGES[damage](kept.read_bytes()))
     assert user.starts_process() == ""
@@ -229,7 +229,7 @@ def belongs_to_another(folder, patch):
         (belongs_to_another, "it belongs to user"),
     ],
 )
-def test_what_others_can_have_written_is_not_loaded(user, change, problem):
+def test_kernel_that_others_could_write_is_not_loaded(user, change, problem):
     kept = user.has_compiled()
     change(kept.parent, user.monkeypatch)
     assert user.starts_process() == ""
@@ -238,7 +238,7 @@ def test_what_others_can_have_written_is_not_loaded(user, change, problem):
     assert problem in user.warnings[0]
 
 
-def test_the_current_folder_is_no_cache(user):
+def test_kernel_cache_is_never_the_current_folder(user):
     user.monkeypatch.chdir(user.home)
     user.monkeypatch.setenv("XDG_CACHE_HOME", "rel")
     assert user.starts_process() == ""
@@ -248,7 +248,7 @@ def test_the_current_folder_is_no_cache(user):
 
 
 @pytest.mark.parametrize("place", ["/dev/full", "/proc/nowhere", "a file"])
-def test_a_cache_that_cannot_be_written_is_reported_once(user, tmp_path, place):
+def test_unwritable_cache_is_reported_once(user, tmp_path, place):
     """The library is loaded from the temporary folder that it was compiled in."""
     if place == "a file":
         (tmp_path / "cache").mkdir()
@@ -266,7 +266,7 @@ def test_a_cache_that_cannot_be_written_is_reported_once(user, tmp_path, place):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_kernels_are_private(user, umask):
+def test_kernel_files_are_private(user, umask):
     before = os.umask(umask)
     try:
         kept = user.has_compiled()
@@ -276,7 +276,7 @@ def test_kernels_are_private(user, umask):
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
 
 
-def test_another_folder(user, tmp_path):
+def test_kernel_cache_can_be_another_folder(user, tmp_path):
     user.monkeypatch.setenv(kernel_cache.FOLDER_VARIABLE, str(tmp_path / "other"))
     for num_compilations in (1, 0):
         assert user.starts_process() == ""
@@ -286,7 +286,7 @@ def test_another_folder(user, tmp_path):
     assert not user.warnings
 
 
-def test_a_full_disk_leaves_nothing(user):
+def test_compilation_on_a_full_disk_leaves_no_file(user):
     def full(source, destination):
         raise OSError(28, "No space left on device")
 
@@ -297,7 +297,7 @@ def test_a_full_disk_leaves_nothing(user):
     assert "No space left on device" in user.warnings[0]
 
 
-def test_processes_that_compile_at_the_same_time(user):
+def test_kernel_can_be_compiled_by_two_processes_at_once(user):
     barrier, compile_kernel, found = threading.Barrier(3), native.compile_kernel, []
     user.monkeypatch.setattr(native, "compile_kernel", lambda *given: (barrier.wait(60), compile_kernel(*given)))
     threads = [threading.Thread(target=lambda: found.append(native.build().kinds["F32"])) for _ in range(3)]
@@ -309,7 +309,7 @@ def test_processes_that_compile_at_the_same_time(user):
     assert len(list(user.folder.iterdir())) == 1
 
 
-def test_windows_has_no_handle_of_everything_that_is_loaded(monkeypatch):
+def test_share_threads_is_optional_on_windows_only(monkeypatch):
     def load(name, *_):
         raise TypeError("LoadLibrary() argument 1 must be str, not None")
 
@@ -340,20 +340,20 @@ class TestCompilers:
             ("/bin/false", "failed with status 1"),
         ],
     )
-    def test_one_that_does_not_work_is_reported(self, user, command, problem):
+    def test_compiler_that_fails_is_reported(self, user, command, problem):
         user.monkeypatch.setenv("CXX", command)
         self.falls_back(user, problem)
 
-    def test_one_that_writes_something_else_is_reported(self, user, tmp_path):
+    def test_compiler_that_writes_no_library_is_reported(self, user, tmp_path):
         compiler = script(tmp_path / "cc", 'while [ $# -gt 1 ]; do shift; done; echo hi > "$1"')
         user.monkeypatch.setenv("CXX", compiler)
         self.falls_back(user, "cannot be loaded")
 
-    def test_without_any_the_modules_compute(self, user):
+    def test_modules_compute_without_a_compiler(self, user):
         user.monkeypatch.setenv("PATH", "/nowhere")
         self.falls_back(user, "there is no C++ compiler ($CXX, g++")
 
-    def test_without_a_folder_for_temporary_files_the_modules_compute(self, user):
+    def test_modules_compute_without_a_temporary_folder(self, user):
         def missing(*args, **kwargs):
             raise FileNotFoundError(2, "No usable temporary directory found")
 
@@ -362,7 +362,7 @@ class TestCompilers:
         assert choose_backend("auto", CPU, torch.float32) is None
         assert len(user.warnings) == 1
 
-    def test_what_was_kept_needs_none(self, user):
+    def test_cached_kernel_needs_no_compiler(self, user):
         user.has_compiled()
         user.monkeypatch.setenv("PATH", "/nowhere")
         assert user.starts_process() == ""

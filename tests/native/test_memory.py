@@ -64,7 +64,7 @@ def test_address_of_table_takes_more_rows_but_not_fewer():
             address_of_table(table, FLOATS, rows, width)
 
 
-def test_check_range_names_what_is_out_of_it():
+def test_check_range_names_values_outside_of_it():
     check_range("the width", 3, 1, 3)
     with pytest.raises(WrongBufferError, match="the width must be from 1 to 3, got 4"):
         check_range("the width", 4, 1, 3)
@@ -125,7 +125,7 @@ def default_dtype(request):
 
 
 @pytest.mark.usefixtures("default_dtype")
-def test_kernel_stands_in_whatever_the_default_dtype_is(library):
+def test_kernel_computes_under_any_default_dtype(library):
     assert all(stand_in(library))
     generator, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     drawn = exponential(filled(5000), generator)

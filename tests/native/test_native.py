@@ -41,7 +41,7 @@ LARGEST = {"Q8_0": 0x80, "IQ4_NL": 0}
 
 
 @pytest.mark.parametrize("flags", ["", *OTHER_CPUS])
-def test_other_cpus_compute_the_same(flags, compiled, tmp_path):
+def test_packed_products_are_right_on_cpus_without_some_instructions(flags, compiled, tmp_path):
     """What is compiled on other CPUs computes the same, to the rounding of sums; also where 16-bit sums are full."""
     library = compiled(flags) if flags else native.library()
     for kind in FORMATS:
@@ -60,7 +60,7 @@ def test_other_cpus_compute_the_same(flags, compiled, tmp_path):
         check_products(library, signs, make_matrix(tmp_path, kind, 16, change=fill), {torch.float32: 0})
 
 
-def test_activations_of_every_size_are_quantized_and_none_that_is_not_finite_vanishes(tmp_path):
+def test_activations_are_quantized_at_every_size_and_stay_non_finite(tmp_path):
     matrix = make_matrix(tmp_path, "Q4_0", 16, 64)
     layer, weights = pack(matrix, "native-int8", torch.float32), reference(matrix).double()
     inputs = torch.randn(5, 64) * torch.tensor([1e-20, 1e-3, 1.0, 1e20, 0.0])[:, None]
@@ -76,7 +76,7 @@ def test_activations_of_every_size_are_quantized_and_none_that_is_not_finite_van
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("rows", [1, 15, 16, 49])
-def test_products_are_exact_for_any_number_of_rows_and_columns(kind, rows, tmp_path):
+def test_packed_products_are_exact_for_any_number_of_rows_and_columns(kind, rows, tmp_path):
     """Weights are exactly those of the file: in bfloat16, only the products are rounded (by 2^-8 of them at most)."""
     block_size = FORMATS[kind].block_size
     for columns in (block_size, 3 * block_size, 1024):
@@ -87,7 +87,7 @@ def test_products_are_exact_for_any_number_of_rows_and_columns(kind, rows, tmp_p
         assert pack(matrix, "native", torch.float32)(torch.empty(0, columns)).shape == (0, rows)
 
 
-def test_every_integer_and_subnormal_scales_come_out_exactly(tmp_path):
+def test_packed_products_are_exact_for_every_integer_and_subnormal_scales(tmp_path):
     """All 256 bytes of Q8_0, with scales down to the smallest float16: columns come out exactly."""
     matrix = make_matrix(tmp_path, "Q8_0", 16, 256)
     blocks = matrix.read(0, 16).view(16, 8, 34)
@@ -107,7 +107,7 @@ def test_every_integer_and_subnormal_scales_come_out_exactly(tmp_path):
         torch.set_flush_denormal(False)
 
 
-def test_inputs_may_lie_apart(tmp_path):
+def test_packed_products_take_strided_inputs(tmp_path):
     layer = pack(make_matrix(tmp_path, "Q4_K", 32), "native", torch.bfloat16)
     inputs = torch.randn(512, 2, 5).bfloat16().permute(1, 2, 0)
     assert torch.equal(layer(inputs), layer(inputs.contiguous()))
@@ -115,7 +115,7 @@ def test_inputs_may_lie_apart(tmp_path):
     assert torch.equal(layer(every_other), layer(every_other.contiguous()))
 
 
-def test_gradients_are_those_of_the_dequantised_matrix(tmp_path):
+def test_packed_matrix_has_gradients_of_the_dequantised_matrix(tmp_path):
     matrix = make_matrix(tmp_path, "Q6_K", 24)
     inputs = torch.randn(3, 512, requires_grad=True)
     pack(matrix, "native", torch.float32)(inputs).sin().sum().backward()
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_the_dequantised_matrix(tmp_path):
     torch.testing.assert_close(inputs.grad, twin.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_compile_whole(tmp_path):
+def test_packed_layers_compile_without_graph_breaks(tmp_path):
     layer = pack(make_matrix(tmp_path, "Q4_0", 40), "native", torch.bfloat16)
     inputs = torch.randn(2, 3, 512).bfloat16()
     with torch.inference_mode():
@@ -132,7 +132,7 @@ def test_layers_compile_whole(tmp_path):
         assert torch.equal(compiled(inputs), layer(inputs) * 2)
 
 
-def test_threads_are_those_of_torch(tmp_path):
+def test_kernel_uses_the_number_of_threads_of_torch(tmp_path):
     """One OpenMP library in the process, and as many threads as torch was told."""
     maps = "/proc/self/maps"
     if not os.path.exists(maps):
@@ -179,7 +179,7 @@ class _Products(torch.utils.data.Dataset):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.parametrize("used", [1, 2, 3])
-def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
+def test_forked_process_has_a_thread_pool_of_its_own(used, tmp_path, set_threads):
     set_threads(3)
     forked = multiprocessing.get_context("fork")
     numbers = torch.randn(5, 256), pack(make_matrix(tmp_path, "Q4_0", 64, 256), "native", torch.float32)
@@ -202,7 +202,7 @@ def test_a_forked_process_finds_threads_of_its_own(used, tmp_path, set_threads):
 
 
 @pytest.mark.parametrize(("multiplies_bytes", "expected"), [(True, "native-int8"), (False, "native")])
-def test_auto_takes_what_generates_fastest(multiplies_bytes, expected, monkeypatch):
+def test_auto_backend_is_the_fastest_for_the_cpu(multiplies_bytes, expected, monkeypatch):
     """Activations are not quantised in float32: who asks for that wants to know."""
     monkeypatch.setattr(native.library(), "multiplies_bytes", multiplies_bytes)
     assert choose_backend("auto", CPU, torch.bfloat16) is BACKENDS[expected]

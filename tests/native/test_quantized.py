@@ -54,7 +54,7 @@ def calls(monkeypatch):
 
 
 class TestMatrix:
-    def test_blocks_are_those_of_gguf(self):
+    def test_quantized_matrix_has_the_blocks_of_gguf(self):
         rows = torch.randn(7, 96) * torch.logspace(-6, 4, 7)[:, None]
         rows[2, :40] = 0
         expected = gguf.quantize(rows.numpy(), gguf.GGMLQuantizationType.Q8_0)
@@ -63,7 +63,7 @@ class TestMatrix:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("bias", [False, True])
     @pytest.mark.parametrize(("in_features", "out_features"), [(32, 1), (96, 7), (576, 4096), (1024, 64)])
-    def test_products_are_near_the_exact_ones(self, in_features, out_features, bias, dtype):
+    def test_quantized_products_are_near_the_exact_ones(self, in_features, out_features, bias, dtype):
         layer = linear(in_features, out_features, bias, dtype)
         matrix = QuantizedMatrix.of(layer)
         for rows in (1, 3, 16, 33):
@@ -73,14 +73,14 @@ class TestMatrix:
             assert found.dtype is dtype
             assert error(found, layer, inputs) < 2 * ROUNDING
 
-    def test_many_rows_of_weights_are_packed_in_parts(self, monkeypatch):
+    def test_quantized_matrix_packs_many_rows_in_parts(self, monkeypatch):
         layer = linear(64, 200)
         whole = QuantizedMatrix.of(layer).packed
         monkeypatch.setattr("hf_speculate_gguf.native.quantized.BUFFER_WEIGHTS", 64 * 40)
         assert torch.equal(QuantizedMatrix.of(layer).packed, whole)
 
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e9])
-    def test_what_cannot_be_quantized_is_left_alone(self, value):
+    def test_quantized_matrix_refuses_unsupported_weights(self, value):
         layer = linear(64, 40)
         layer.weight[33, 7] = value
         assert QuantizedMatrix.of(layer) is None
@@ -90,7 +90,7 @@ class TestMatrix:
 
 
 class TestLayers:
-    def test_few_rows_are_quantized(self, calls):
+    def test_quantized_layer_quantizes_few_rows_only(self, calls):
         for dtype, most in ((torch.float32, 64), (torch.bfloat16, 16)):
             layer = quantized(dtype=dtype, bias=True)
             for rows in (1, 2, most):
@@ -102,7 +102,7 @@ class TestLayers:
             assert calls == [1, 2, most]
             calls.clear()
 
-    def test_gradients_and_autocast_are_pytorchs(self, calls):
+    def test_quantized_layer_leaves_gradients_and_autocast_to_pytorch(self, calls):
         layer = quantized()
         inputs = torch.randn(2, 512).requires_grad_()
         layer(inputs).sum().backward()
@@ -114,14 +114,14 @@ class TestLayers:
             assert layer(torch.randn(2, 512)).dtype is torch.bfloat16
         assert not calls
 
-    def test_compiled_layers_are_pytorchs(self, calls):
+    def test_quantized_layer_leaves_compiled_calls_to_pytorch(self, calls):
         layer, inputs = quantized(), torch.randn(2, 512)
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         assert torch.equal(compiled(inputs), functional.linear(inputs, layer.weight))
         assert not calls
 
     @pytest.mark.parametrize("change", ["written to", "another", "another bias", "moved", "of another type"])
-    def test_weights_that_change_are_packed_anew(self, change):
+    def test_quantized_layer_packs_changed_weights_again(self, change):
         layer, inputs = quantized(bias=True), torch.randn(2, 512)
         layer(inputs)
         if change == "written to":
@@ -136,7 +136,7 @@ class TestLayers:
             layer, inputs = layer.bfloat16(), inputs.bfloat16()
         assert error(layer(inputs), layer, inputs) < 2 * ROUNDING
 
-    def test_weights_that_cannot_be_quantized_are_pytorchs(self, calls, monkeypatch):
+    def test_quantized_layer_leaves_unsupported_weights_to_pytorch(self, calls, monkeypatch):
         layer, inputs = quantized(), torch.randn(2, 512)
         layer.weight[3, 4] = 1e9
         packed, of = [], QuantizedMatrix.of
@@ -146,7 +146,7 @@ class TestLayers:
         assert packed == [1]
         assert not calls
 
-    def test_copies_have_their_own(self, calls):
+    def test_copies_of_a_quantized_layer_pack_their_own_weights(self, calls):
         layer, inputs = quantized(), torch.randn(2, 512)
         before = layer(inputs)
         twin = copy.deepcopy(layer)
@@ -155,7 +155,7 @@ class TestLayers:
         assert torch.equal(layer(inputs), before)
         assert calls == [2, 2, 2]
 
-    def test_what_is_left_alone(self):
+    def test_quantize_for_drafting_leaves_unsupported_layers_alone(self):
         class Own(nn.Linear):
             pass
 
@@ -165,7 +165,7 @@ class TestLayers:
         assert quantize_for_drafting(nn.ModuleList(left)) == 0
         assert quantize_for_drafting(nn.Sequential(quantized())) == 0, "twice"
 
-    def test_a_layer_of_somebody_else_stays_as_it_is(self, calls):
+    def test_quantized_linear_leaves_its_source_layer_unchanged(self, calls):
         layer, inputs = linear(), torch.randn(2, 512)
         drafting = QuantizedLinear(layer)
         assert error(drafting(inputs), layer, inputs) < ROUNDING
@@ -186,7 +186,7 @@ def write(tmp_path):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("backend", ["native", "dense"])
-def test_heads_use_it_and_stay_what_they_are(backend, write, calls, tmp_path):
+def test_heads_draft_with_quantized_layers_and_save_their_own_weights(backend, write, calls, tmp_path):
     path, folder = write
     target = load_model(path, backend=backend)
     assert type(target.lm_head).forward is not QuantizedForward
@@ -205,7 +205,7 @@ def test_heads_use_it_and_stay_what_they_are(backend, write, calls, tmp_path):
         assert torch.equal(again.drafter.head.state_dict()[name], values), name
 
 
-def test_a_packed_matrix_has_no_copy(write):
+def test_quantized_matrix_uses_packed_weights_without_a_copy(write):
     target = load_model(write[0], backend="native")
     matrix = QuantizedMatrix.of(target.lm_head)
     assert matrix.packed.data_ptr() == target.lm_head.packed.data_ptr()

@@ -32,12 +32,12 @@ def linear(in_features=64):
     ],
     ids=["unknown", "another order", "twice", "at least two"],
 )
-def test_warpers_that_the_kernel_does_not_know_are_left_to_torch(warpers):
+def test_ranking_leaves_unknown_warpers_to_torch(warpers):
     with pytest.raises(Refused, match=r"logits processors|several tokens"):
         Sampling.of(warpers)
 
 
-def test_matrices_that_the_kernel_does_not_multiply_are_left_to_torch():
+def test_ranking_leaves_unsupported_matrices_to_torch():
     hooked = linear()
     hooked.forward = lambda inputs: inputs  # as accelerate puts its hooks
     for output in (nn.Sequential(linear()), linear(48), linear().to("meta"), hooked):
@@ -49,7 +49,7 @@ def test_matrices_that_the_kernel_does_not_multiply_are_left_to_torch():
         ranking_of(linear(), nn.RMSNorm(64).bfloat16())
 
 
-def test_weights_that_move_are_seen():
+def test_ranking_notices_weights_that_move():
     output = linear()
     ranking = ranking_of(output, nn.RMSNorm(64))
     output.weight.mul_(2)
@@ -58,7 +58,7 @@ def test_weights_that_move_are_seen():
     assert not ranking.is_current()
 
 
-def test_a_matrix_that_cannot_be_quantized_ranks_as_it_is():
+def test_ranking_uses_matrices_that_cannot_be_quantized_as_they_are():
     layer = linear()
     for weight, is_quantized in ((1.0, True), (1e9, False)):
         layer.weight[3, 4] = weight

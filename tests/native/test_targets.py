@@ -35,7 +35,7 @@ VOCAB = 96
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_mixed_files_fuse_what_they_can(architecture, write):
+def test_files_of_mixed_types_fuse_projections_of_one_type(architecture, write):
     path, ids = write(shape_of(architecture, layers=4), q4_k_m(4)), token_ids(1, 7)
     model = load_model(path, dtype=torch.float32)
     assert relative_error(model(ids).logits, dequantised(path)(ids).logits) < 5e-6
@@ -49,7 +49,7 @@ def test_mixed_files_fuse_what_they_can(architecture, write):
     assert all(layer.mlp.gate_proj.fused is layer.mlp.up_proj.fused for layer in model.model.layers)
 
 
-def test_tied_matrices_are_in_memory_once_where_one_layout_serves_both(write):
+def test_tied_matrices_are_stored_once_if_one_layout_fits_both(write):
     """A kernel's own layout has no rows to look up: beside it the file's rows are kept."""
     path = write(shape_of("qwen2", tied=True))
     model = load_model(path)
@@ -66,7 +66,7 @@ def test_tied_matrices_are_in_memory_once_where_one_layout_serves_both(write):
     assert dense.lm_head.weight is dense.model.embed_tokens.weight
 
 
-def test_reports_say_what_lies_where(write):
+def test_packing_report_counts_bytes_by_type_and_backend(write):
     path = write(shape_of("llama", layers=4), q4_k_m(4))
     file, model = read_header(path), load_model(path, backend="dequantize")
     report = packing_report(model)
@@ -80,7 +80,7 @@ def test_reports_say_what_lies_where(write):
     assert sum(report.in_memory.values()) == sum(report.in_file.values())
 
 
-def test_native_weights_are_as_wide_as_in_the_file(write):
+def test_native_weights_take_as_many_bytes_as_in_the_file(write):
     """256 rows: no tile is padded with more than 63 bytes."""
     if not available("native"):
         pytest.skip(f"native: {native_problem()}")
@@ -113,7 +113,7 @@ print(status("VmRSS") - start, status("VmHWM") - start, os.path.getsize(sys.argv
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from /proc")
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M"])
-def test_resident_memory(kind, tmp_path):
+def test_resident_memory_stays_near_the_size_of_the_file(kind, tmp_path):
     """At most 1.25 x the file, and 24 MB that the allocator may keep; while loading, 48 MB for what is being packed."""
     recipe = q4_k_m(16) if kind == "Q4_K_M" else one_type(kind)
     large = FileShape("llama", 8192, 1024, 2816, 16, 8, 2, 512, is_tied=False)
@@ -127,7 +127,7 @@ def test_resident_memory(kind, tmp_path):
         assert found < 1.25 * file + spare, f"{what}: {found / file:.2f} x the file"
 
 
-def test_models_copy_cast_and_refuse_to_be_saved(write, tmp_path):
+def test_packed_models_can_be_copied_and_cast_but_not_saved(write, tmp_path):
     model, ids = load_model(write(shape_of("llama")), dtype=torch.bfloat16), token_ids(1, 6)
     expected = model(ids).logits
     twin = copy.deepcopy(model)
@@ -193,7 +193,7 @@ def test_packed_targets_compile_as_one_graph(target, prompt):
 
 @pytest.mark.parametrize("backend", quick(["native", "native-int8"]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_native_layers_give_the_very_text_of_plain(dtype, backend, write, prompt):
+def test_packed_targets_give_the_bits_of_plain_generate(dtype, backend, write, prompt):
     """Scores and cache have plain's bits: trees and chains, greedy and sampled, one row and a padded batch."""
     if problem := native_problem():
         pytest.skip(f"native: {problem}")
@@ -226,7 +226,7 @@ def test_native_layers_give_the_very_text_of_plain(dtype, backend, write, prompt
                         assert torch.equal(values, layer.values)
 
 
-def test_a_gguf_file_is_a_draft_model(write):
+def test_gguf_file_can_be_a_draft_model(write):
     path = write(shape_of("llama"))
     target = load_model(path, dtype=torch.float32, backend="dense")
     speculator = AutoSpeculator.from_name("draft_model", target=target, model=str(path), depth=3, adaptive=False)

@@ -64,7 +64,7 @@ def write(model, watcher, **options):
 
 
 @pytest.mark.parametrize("speculator", [{}, {"speculator": "prompt_lookup"}])
-def test_only_what_runs_between_forwards_has_fewer_threads(load, busy, speculator):
+def test_thread_limit_applies_between_forwards_only(load, busy, speculator):
     model, watcher = load(dtype=torch.float32), Watcher()
     write(model, watcher, do_sample=False, **speculator)
     assert set(watcher.seen[1:-1]) == {1}
@@ -72,19 +72,19 @@ def test_only_what_runs_between_forwards_has_fewer_threads(load, busy, speculato
     assert torch.get_num_threads() == 2
 
 
-def test_processors_whose_sums_depend_on_the_number_of_threads_keep_it(load, busy):
+def test_thread_limit_spares_processors_whose_sums_depend_on_it(load, busy):
     model, watcher = load(dtype=torch.float32), Watcher()
     write(model, watcher, do_sample=True, typical_p=0.9)
     assert set(watcher.seen) == {2}
 
 
-def test_an_interrupted_request_gives_the_threads_back(load, busy):
+def test_interrupted_request_restores_the_number_of_threads(load, busy):
     with pytest.raises(KeyboardInterrupt):
         write(load(dtype=torch.float32), Watcher(), do_sample=False, stopping_criteria=[Interrupting()])
     assert torch.get_num_threads() == 2
 
 
-def test_a_request_within_a_request_begins_with_all_threads(load, busy):
+def test_nested_request_begins_with_all_threads(load, busy):
     model = load(dtype=torch.float32)
     with torch.no_grad(), model.forward.native.assume_unchanged(is_threaded=False):
         model(ids(1, 5), use_cache=True)
@@ -93,7 +93,7 @@ def test_a_request_within_a_request_begins_with_all_threads(load, busy):
             assert torch.get_num_threads() == 2
 
 
-def test_on_a_quiet_machine_nothing_is_changed(load, busy, monkeypatch):
+def test_thread_limit_does_not_apply_on_a_quiet_machine(load, busy, monkeypatch):
     monkeypatch.setattr(binding.library(), "thread_pool_size", lambda most: most)
     watcher = Watcher()
     write(load(dtype=torch.float32), watcher, do_sample=False)

@@ -87,33 +87,33 @@ def run(tmp_path_factory) -> Callable[..., list[int]]:
     return run
 
 
-def test_a_late_thread_leaves_and_the_others_do_all_the_work(run):
+def test_pool_works_without_a_late_thread(run):
     ended, late_step, size, done = run("late")
     assert (ended, size) == (2, 1)
     assert late_step < 150, "the caller has waited for a thread that is not needed"
     assert done == sum(i + step for step in range(200) for i in range(64))
 
 
-def test_waiting_for_work_that_cannot_be_divided_costs_no_thread(run):
+def test_pool_keeps_its_size_while_work_cannot_be_divided(run):
     (departures,) = run("uneven")
     assert departures < 36, "in some runs no other process takes the core of the thread that works"
 
 
-def test_short_waits_now_and_then_change_nothing(run):
+def test_pool_keeps_its_size_after_rare_short_waits(run):
     assert set(run("waits", *["w900", "p9100"] * 50)) == {4}  # 9 % of the time
 
 
-def test_frequent_waits_cost_a_thread_however_short_they_are(run):
+def test_pool_shrinks_after_frequent_short_waits(run):
     sizes = run("waits", *["w40", "p30"] * 300)
     assert 3 in sizes[: 2 * 3000 // 20]
     assert sizes[0] == 4
 
 
-def test_each_long_wait_costs_one_thread(run):
+def test_pool_shrinks_by_one_thread_per_long_wait(run):
     assert run("waits", "q4000", "q4000", "q4000", "q4000") == [3, 2, 1, 1]
 
 
-def test_pools_try_again_soon_and_ever_later_while_that_fails(run):
+def test_pool_retries_growth_with_longer_and_longer_pauses(run):
     failing = ["w4000", "p10000", "w1100", "p20000", "w1100", "p40000", "w1100"]
     assert run("waits", *failing) == [3, 4, 3, 4, 3, 4, 3]
     assert run("waits", *failing[:3], "p19000") == [3, 4, 3, 3]
@@ -121,6 +121,6 @@ def test_pools_try_again_soon_and_ever_later_while_that_fails(run):
     assert run("waits", *for_long)[-2:] == [4, 3], "no pause is longer than 320 ms"
 
 
-def test_after_a_quiet_time_pauses_are_short_again(run):
+def test_pool_shortens_pauses_after_a_quiet_time(run):
     failing = ["w4000", "p10000", "w1100", "p20000", "w1100", "p40000"]
     assert run("waits", *failing, "p900000", "w4000", "p10000")[-2:] == [3, 4]

@@ -58,7 +58,7 @@ def masks(monkeypatch):
 
 
 @pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE, BINARY), ([-1, 0],)], ids=str)
-def test_visible_ranges_are_those_of_the_mask(parents):
+def test_visible_ranges_of_a_tree_equal_those_of_its_mask(parents):
     visible = TreePlan.from_parents(parents).ancestors
     for num_before in (0, 1, 40):
         mask = torch.cat([torch.ones(*visible.shape[:2], num_before, dtype=torch.bool), visible], dim=2)
@@ -116,7 +116,7 @@ def test_logits_of_ragged_rows_are_those_behind_a_mask(holes, num_nodes, model, 
 
 
 @pytest.mark.parametrize("parents", [(BINARY,), (BINARY, LATE), (PADDED, LATE)], ids=str)
-def test_logits_are_those_behind_a_mask(parents, model, masks, monkeypatch):
+def test_tree_mask_gives_the_logits_of_an_additive_mask(parents, model, masks, monkeypatch):
     tree = tree_of(*parents)
     found = score(scorer_of(model, len(parents)), tree)
     monkeypatch.setattr("hf_speculate.forward.scorer.takes_tree_masks", lambda _: False)
@@ -125,7 +125,7 @@ def test_logits_are_those_behind_a_mask(parents, model, masks, monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_modules_get_a_mask(model, masks, monkeypatch):
+def test_tree_mask_is_additive_for_the_modules(model, masks, monkeypatch):
     """Where the kernel does not compute, as for whoever looks into a layer."""
     hook = model.model.layers[0].register_forward_pre_hook(lambda *_: None)
     try:
@@ -138,7 +138,7 @@ def test_modules_get_a_mask(model, masks, monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_who_sees_the_arguments_gets_a_mask(model, masks):
+def test_tree_mask_is_additive_for_hooks_on_the_model(model, masks):
     seen = []
     hook = model.register_forward_pre_hook(
         lambda _m, _a, named: seen.append(named.get("attention_mask")), with_kwargs=True
@@ -153,7 +153,7 @@ def test_who_sees_the_arguments_gets_a_mask(model, masks):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("path", [[0, 2, 5], [0, 1, 4], [0, 2, 5, 7], [1, 2, 3]], ids=str)
-def test_entries_are_moved_as_layers_move_them(path, batch_size, model, monkeypatch):
+def test_move_entries_equals_the_move_by_cache_layers(path, batch_size, model, monkeypatch):
     moved, move = [], native.library().move
     monkeypatch.setattr(native.library(), "move", lambda *a: moved.append(1) or move(*a))
     states = []
@@ -168,7 +168,7 @@ def test_entries_are_moved_as_layers_move_them(path, batch_size, model, monkeypa
     assert all(map(torch.equal, *states))
 
 
-def test_entries_of_a_cache_that_was_exchanged_are_moved_by_its_layers(model, monkeypatch):
+def test_move_entries_leaves_replaced_buffers_to_cache_layers(model, monkeypatch):
     monkeypatch.setattr(native.library(), "move", lambda *_: pytest.fail("these are other buffers"))
     scorer = scorer_of(model, 1)
     score(scorer, tree_of(BINARY))

@@ -184,7 +184,7 @@ generates. Every test that passes without it also passes with it. `HF_SPECULATE_
 this page, and a stale page fails. No code of transformers is in this repository.
 
 The distribution of {version} holds only the files at the top of transformers' `tests` folder. It has neither
-`tests/models` nor `tests/generation`, the generation tests proper. (`tests/generation/GENERATION_TESTS.md` says where
+`tests/models` nor `tests/generation`, the generation tests proper. (`tests/request/GENERATION_TESTS.md` says where
 their behaviours are tested here.) These tests call `generate`:
 
 - `test_training_overfit` trains a model on a text until it writes it. It generates without a cache, where an attached

@@ -17,14 +17,14 @@ from hf_speculate.tree import HostTree, TreeRow
 TREE = TreeRow([5, 1, 2, 3, 0], [-1, 0, 0, 1, -2], [0.0, math.log(0.6), math.log(0.2), math.log(0.3), 0.0])
 
 
-def test_a_node_is_as_probable_as_its_path():
+def test_acceptance_of_a_node_is_that_of_its_path():
     calibration = Calibration()
     found = Acceptance(calibration).probabilities(TREE)
     first, second, below = (calibration.share(math.log(p)) for p in (0.6, 0.2, 0.5))
     assert found == pytest.approx([1.0, first, second, first * below, 0.0])
 
 
-def test_only_nodes_whose_parent_was_right_teach():
+def test_acceptance_counts_children_of_accepted_nodes_only():
     counted = []
 
     class Watched(Calibration):
@@ -42,7 +42,7 @@ def test_only_nodes_whose_parent_was_right_teach():
     assert counted == [(0.6, True), (0.2, False)]
 
 
-def test_without_values_ranks_are_calibrated():
+def test_acceptance_without_values_is_learnt_by_rank():
     """The first child is right half the time, the second one never."""
     acceptance, tree = Acceptance(Calibration()), TreeRow([5, 1, 2, 3, 4], [-1, 0, 0, 1, 1])
     generator = random.Random(0)
@@ -77,7 +77,7 @@ class TestEarlyStopping:
         assert not asked(torch.tensor([[math.log(0.2), math.log(0.1)]]), torch.tensor([[0, 0]]))
         assert (asked.is_asked, asked.levels) == (True, 3)
 
-    def test_rows_that_have_ended_do_not_count(self):
+    def test_while_paying_ignores_ended_rows(self):
         values = torch.tensor([[-0.01], [-7.0]])
         acceptance = Acceptance(Calibration())
         assert WhilePaying(acceptance, [0], price=0.5)(values)

@@ -39,7 +39,7 @@ def chain_or_fan(num_nodes: int, num_levels: int) -> DraftTree:
     return DraftTree.from_rows([(range(len(parents)), parents)])
 
 
-def test_the_documented_account_is_what_the_policy_computes(monkeypatch):
+def test_documented_account_equals_that_of_the_policy(monkeypatch):
     session, charges = new_session(timed_before()), []
     update = session._update_balance
     monkeypatch.setattr(session, "_update_balance", lambda *args: (charges.append(args[1]), update(*args)))

@@ -22,7 +22,7 @@ from ..support.tiers import quick
 
 @pytest.mark.parametrize("slope", [0.01, 0.1, 0.5])
 @pytest.mark.parametrize("num_tokens", [256, 2000])
-def test_text_that_drafts_badly_costs_little_more_than_plain_decoding(slope, num_tokens):
+def test_adaptive_costs_little_more_than_plain_decoding_on_bad_drafts(slope, num_tokens):
     run = Simulation(slope, lambda done, r: 0.02, says=lambda p: 0.9).run(num_tokens)
     dearest = max(round.seconds.total for round in run.rounds)
     assert run.seconds - run.tokens <= LOSS_SHARE * run.seconds + LOSS_START + dearest
@@ -34,7 +34,7 @@ def test_text_that_drafts_badly_costs_little_more_than_plain_decoding(slope, num
 
 @pytest.mark.parametrize("slope", quick([0.005, 0.05, 0.2]))
 @pytest.mark.parametrize(("is_asking", "has_values"), [(True, True), (False, True), (False, False)])
-def test_the_speed_is_near_that_of_the_best_fixed_tree(slope, is_asking, has_values):
+def test_adaptive_is_nearly_as_fast_as_the_best_fixed_tree(slope, is_asking, has_values):
     def sureness(done, generator):
         return 0.7
 
@@ -47,7 +47,7 @@ def test_the_speed_is_near_that_of_the_best_fixed_tree(slope, is_asking, has_val
 
 
 @pytest.mark.parametrize("slope", [0.005, 0.05, 0.2])
-def test_where_rounds_differ_values_beat_every_fixed_tree(slope):
+def test_adaptive_beats_every_fixed_tree_if_rounds_differ(slope):
     """Half the rounds are sure, half are not, and the drafter says which: with a wrong number."""
 
     def sureness(done, generator):
@@ -58,7 +58,7 @@ def test_where_rounds_differ_values_beat_every_fixed_tree(slope):
 
 
 @pytest.mark.parametrize("level", [0.05, 0.3])
-def test_padded_forwards_are_tried_soon_and_keep_the_bound(level):
+def test_adaptive_tries_padded_forwards_soon_within_the_loss_bound(level):
     """As recorded on a GPU: 8 nodes take little longer than one, which nobody knows before they were tried."""
     options = {"level": level, "widths": (1, 8, 16, 32, 64), "is_asking": False}
     good = Simulation(0.02, lambda done, r: 0.8, **options).run(64)
@@ -106,7 +106,7 @@ def clock(monkeypatch, tiny_model):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_bad_drafts_are_switched_off_and_the_text_stays(clock, tiny_model, batch_size):
+def test_adaptive_stops_bad_drafts_and_keeps_the_text(clock, tiny_model, batch_size):
     model, ids = tiny_model(), torch.randint(3, VOCAB_SIZE, (batch_size, 12))
     plain = model.generate(ids, max_new_tokens=200)
     plain_seconds, clock.now = clock.now, 0.0
@@ -120,7 +120,7 @@ def test_bad_drafts_are_switched_off_and_the_text_stays(clock, tiny_model, batch
     assert speculator.stats.rounds_without_draft > speculator.stats.rounds >= 3
 
 
-def test_good_drafts_stay_on_and_the_next_call_knows(clock, tiny_model, prompt):
+def test_adaptive_keeps_good_drafts_and_remembers_them(clock, tiny_model, prompt):
     model, ids = tiny_model(), prompt(12)
     plain = model.generate(ids, max_new_tokens=128)
     drafter = ScriptedDrafter(plain[:, 12:], (2, 1, 1, 1), accuracy=1.0, vocab_size=VOCAB_SIZE)
@@ -158,7 +158,7 @@ class TestContext:
             found.append(tree.num_nodes - 1)
         return found
 
-    def test_a_longer_context_shrinks_the_trees_soon(self):
+    def test_adaptive_shrinks_trees_for_a_longer_context(self):
         policy = new_session()
         assert min(self.rounds(policy, 60, context=200)[-12:]) >= 7
         long = self.rounds(policy, 40, context=8000)
@@ -166,7 +166,7 @@ class TestContext:
         assert sum(long[-20:]) < 7 * 20
         assert max(self.rounds(policy, 12, context=200)) >= 7
 
-    def test_a_round_that_was_held_up_does_not_switch_drafting_off(self):
+    def test_adaptive_keeps_drafting_after_a_delayed_round(self):
         policy = new_session()
         self.rounds(policy, 40, context=200)
         policy.choose(situation(context=200))
@@ -174,7 +174,7 @@ class TestContext:
         assert 0 not in self.rounds(policy, 20, context=200)
 
 
-def test_rounds_that_compiled_teach_nothing():
+def test_adaptive_learns_no_costs_from_warm_up_rounds():
     policy = new_session()
     policy.choose(situation())
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_rounds_that_compiled_teach_nothing():
     assert policy._costs.rounds.knows(1)
 
 
-def test_rounds_of_a_warm_up_teach_acceptance():
+def test_adaptive_learns_acceptance_from_warm_up_rounds():
     policy = new_session()
     for _ in range(4):
         policy.learn(round_of(ROOT, [[]], 1.0))
@@ -201,14 +201,14 @@ def test_rounds_of_a_warm_up_teach_acceptance():
 
 
 @pytest.mark.parametrize(("draft", "idle"), [(0.35, 0.05), (0.8, 0.05), (0.9, 0.4)])
-def test_a_good_drafter_is_used_soon_where_rounds_are_recorded(draft, idle):
+def test_adaptive_uses_a_good_drafter_soon_with_captured_rounds(draft, idle):
     """The first two rounds of every kind take long and are not timed."""
     runs = [Recording(draft, 0.8, idle, seed).run(48) for seed in range(8)]
     assert sum(run.tokens for run in runs) / sum(len(run.rounds) for run in runs) > 2.2
     assert min(run.tokens / len(run.rounds) for run in runs) > 1.5
 
 
-def test_captured_drafts_that_are_wrong_keep_the_bound():
+def test_adaptive_keeps_the_loss_bound_with_captured_drafts():
     run = Recording(0.9, 0.02, 0.4).run(256)
     timed = [round for round in run.rounds if not round.is_warm_up]
     seconds, tokens = sum(round.seconds.total for round in timed), sum(len(round.tokens[0]) for round in timed)
@@ -244,7 +244,7 @@ class Recording(Simulation):
         super().take(replace(round, seconds=seconds, is_warm_up=any(self.known[kind] <= 2 for kind in kinds)))
 
 
-def test_rounds_over_a_part_of_the_batch_teach_nothing_about_the_whole():
+def test_adaptive_learns_costs_of_a_part_of_the_batch_apart():
     costs = RoundCosts()
     policy = new_session(costs, batch_size=4)
     policy.choose(situation(0, 1, 2, 3))
@@ -281,14 +281,14 @@ def drafted(simulation):
     return [number for number, round in enumerate(simulation.rounds) if round.depth]
 
 
-def test_a_slow_first_draft_teaches_nothing():
+def test_adaptive_ignores_a_slow_first_draft():
     simulation = Stumbling(slow=30.0, num_slow=1).run(64)
     first, second, *others = drafted(simulation)
     assert second == first + 1
     assert len(others) > 0.9 * len(simulation.rounds[second + 1 :])
 
 
-def test_two_slow_drafts_are_not_the_last_ones():
+def test_adaptive_drafts_again_after_two_slow_drafts():
     simulation = Stumbling(slow=30.0, num_slow=2).run(600)
     _, second, third, *others = drafted(simulation)
     assert 40 < third - second < 90, "it waits until it can pay for another one"

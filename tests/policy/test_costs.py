@@ -59,7 +59,7 @@ class TestTimings:
         timings.record(1, 2.0)
         assert timings.at(9) / timings.at(1) == pytest.approx(2.0, rel=0.3)  # and what one costs of the other stays
 
-    def test_the_ratio_of_two_sizes_is_learnt_in_the_end(self):
+    def test_timings_learn_the_ratio_of_two_sizes(self):
         timings, generator = timings_of(0.02), random.Random(0)
         for _ in range(300):
             for size, seconds in ((1, 1.0), (4, 1.3)):
@@ -67,7 +67,7 @@ class TestTimings:
         assert timings.at(1) == pytest.approx(1.03, rel=0.05)
         assert timings.at(4) / timings.at(1) == pytest.approx(1.3, rel=0.04)
 
-    def test_another_context_is_learnt_from_its_own_observations(self):
+    def test_timings_learn_each_context_from_its_own_observations(self):
         timings = timings_of(0.02)
         for _ in range(10):
             timings.record(1, 1.0, context=100)
@@ -82,7 +82,7 @@ class TestTimings:
         assert timings.at(17, context=100) == before  # what was known there stays
 
 
-def test_trees_of_one_width_cost_the_same():
+def test_round_costs_are_equal_for_trees_of_one_width():
     costs, plain = RoundCosts(widths=(1, 8, 16)), RoundCosts()
     assert [costs.width(nodes) for nodes in (0, 1, 7, 8, 15, 16)] == [1, 8, 8, 16, 16, 17]
     assert [plain.width(nodes) for nodes in (0, 1, 7)] == [1, 2, 8]

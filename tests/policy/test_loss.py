@@ -33,7 +33,7 @@ def simulation(slope, level, acceptance, is_informative, is_asking=True, seed=0)
 @pytest.mark.parametrize("is_informative", [True, False])
 @pytest.mark.parametrize("level", [0.02, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize("slope", [0.02, 0.07, 0.15, 0.3])
-def test_a_first_short_call_costs_little_more_than_plain_decoding(slope, level, is_informative):
+def test_first_short_call_keeps_the_loss_bound(slope, level, is_informative):
     for acceptance in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9):
         for is_asking in (True, False):
             run = simulation(slope, level, acceptance, is_informative, is_asking).run(64)
@@ -44,7 +44,7 @@ def test_a_first_short_call_costs_little_more_than_plain_decoding(slope, level, 
 @pytest.mark.parametrize("acceptance", quick([0.8, 0.9]))
 @pytest.mark.parametrize("level", quick([0.02, 0.1], 0.1))
 @pytest.mark.parametrize("slope", quick([0.02, 0.05]))
-def test_a_first_call_is_nearly_as_fast_as_the_best_fixed_tree(slope, level, acceptance, is_informative):
+def test_first_call_is_nearly_as_fast_as_the_best_fixed_tree(slope, level, acceptance, is_informative):
     runs = [simulation(slope, level, acceptance, is_informative, seed=seed).run(256) for seed in range(16)]
     rate = sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
     assert rate >= 0.93 * best_fixed(slope, runs[0].sureness, level=level)
@@ -64,7 +64,7 @@ def asked_in_vain(policy, seconds, num_tokens, plain=1.0):
 
 @pytest.mark.parametrize("seconds", [0.001, 0.01, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("num_tokens", [64, 1000])
-def test_a_drafter_that_finds_nothing_pays_for_being_asked(seconds, num_tokens):
+def test_drafter_without_drafts_keeps_the_loss_bound(seconds, num_tokens):
     total, num_asked = asked_in_vain(new_session(), seconds, num_tokens)
     assert total <= 1.02 * num_tokens + (seconds if seconds > 0.5 else 0)
     assert num_asked > (num_tokens - 3 if seconds <= 0.01 else 0)  # what the share pays for goes on
@@ -120,7 +120,7 @@ class WarmingUp(Simulation):
         super().take(round)
 
 
-def test_a_slow_first_draft_does_not_stop_good_ones():
+def test_slow_first_draft_does_not_stop_good_drafts():
     run = WarmingUp(0.02, lambda done, generator: 0.9, lambda p: 0.9).run(400)
     best = best_fixed(0.02, lambda done, generator: 0.9)
     before = next(index for index, round in enumerate(run.rounds) if round.num_nodes > 3)
@@ -164,12 +164,12 @@ def runs_of(acceptance, num_tokens, level=0.1, **options):
 
 
 @pytest.mark.parametrize("busy_rounds", [10**6, 60], ids=["throughout", "at first"])
-def test_a_call_that_begins_on_a_busy_machine_is_nearly_as_fast_as_the_best_fixed_tree(busy_rounds):
+def test_first_call_on_a_busy_machine_is_nearly_as_fast_as_the_best_fixed_tree(busy_rounds):
     runs, best = runs_of(0.8, 384, busy_rounds=busy_rounds)
     assert sum(run.tokens for run in runs) >= 0.9 * best * sum(run.work for run in runs)
     assert min(run.tokens / run.work for run in runs) >= 0.7 * best
 
 
-def test_bad_drafts_cost_little_on_a_busy_machine_too():
+def test_bad_drafts_keep_the_loss_bound_on_a_busy_machine():
     runs, _ = runs_of(0.1, 384, level=0.25)
     assert sum(run.work for run in runs) <= 1.03 * sum(run.tokens for run in runs)

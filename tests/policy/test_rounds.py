@@ -47,7 +47,7 @@ class TestRounds:
         assert speculator.stats.calls == 1
 
 
-def test_a_round_is_drawn_with_what_was_accepted_and_what_the_target_chose():
+def test_draw_shows_accepted_nodes_and_the_token_of_the_target():
     tree = DraftTree.from_rows([([5, 6, 7, 8, 9], [-1, 0, 0, 1, 1]), ([5, 6], [-1, 0])])
     round = Round(
         tree=tree, paths=[[0, 1, 4], []], tokens=[[6, 9, 3], []], num_accepted=[2, 0], lengths=[4, 4], context=4
@@ -58,7 +58,7 @@ def test_a_round_is_drawn_with_what_was_accepted_and_what_the_target_chose():
 
 
 class TestPolicies:
-    def test_a_fixed_budget_is_kept(self, tiny_model, prompt):
+    def test_fixed_policy_keeps_its_budget(self, tiny_model, prompt):
         model, ids = tiny_model(), prompt(9)
         speculator = Speculator(scripted(model, ids), policy=Fixed(max_nodes=4, max_depth=2))
         _, *rounds = hf_speculate.rounds(model, ids, speculator=speculator, **REQUEST)
@@ -90,7 +90,7 @@ class TestPolicies:
         assert calls[-1] == ("close",)
         assert [call[0] for call in calls[1:-1]] == ["choose", "learn"] * (len(calls[1:-1]) // 2)
 
-    def test_what_a_policy_raises_leaves_the_session_closed(self, tiny_model, prompt):
+    def test_policy_that_raises_leaves_the_session_closed(self, tiny_model, prompt):
         class Failing(DraftPolicy, PolicySession):
             def start(self, request):
                 return self
@@ -128,7 +128,7 @@ class TestPolicies:
             ({"speed": 3}, TypeError, "speed"),
         ],
     )
-    def test_options_that_say_nothing_are_refused(self, tiny_model, prompt, options, error, message):
+    def test_speculator_refuses_contradictory_or_unused_options(self, tiny_model, prompt, options, error, message):
         with pytest.raises(error, match=message):
             Speculator(ScriptedDrafter([[1]], (1,), vocab_size=VOCAB_SIZE), **options)
 

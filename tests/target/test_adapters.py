@@ -74,7 +74,7 @@ def check(model, prompt, folder, kinds=("eagle", "scripted")):
 
 
 class TestText:
-    def test_adapters_on_off_switched_merged_and_unloaded(self, adapted, prompt, tmp_path):
+    def test_text_is_plain_with_adapters_switched_merged_and_unloaded(self, adapted, prompt, tmp_path):
         texts = {}
         for turn, name in enumerate(("first", "second", "first")):
             adapted.set_adapter(name)
@@ -98,12 +98,12 @@ class TestText:
         ],
         ids=["dora", "embeddings", "modules_to_save", "tokens"],
     )
-    def test_kinds_of_lora(self, tiny_model, prompt, config, tmp_path):
+    def test_text_is_plain_with_every_kind_of_lora(self, tiny_model, prompt, config, tmp_path):
         """Where embeddings or output matrix are adapted, a head that shares them follows."""
         model = peft.get_peft_model(copy.deepcopy(tiny_model()), peft.LoraConfig(task_type="CAUSAL_LM", r=4, **config))
         check(perturbed(model), prompt, tmp_path / "head")
 
-    def test_an_adapter_for_each_row_with_a_head_that_shares_the_output_matrix(self, adapted, prompt, tmp_path):
+    def test_text_is_plain_with_an_adapter_per_row(self, adapted, prompt, tmp_path):
         inputs = {"input_ids": torch.cat([prompt(9, seed=seed) for seed in (1, 2, 3)])}
         request = {**inputs, "adapter_names": ["first", "second", "__base__"], "max_new_tokens": NEW_TOKENS}
         plain = adapted.generate(**request)
@@ -144,7 +144,7 @@ class TestConversations:
             text = torch.cat([output.sequences, prompt(4, seed=turn + 5)], dim=1)
         return text, stats
 
-    def test_what_a_drafter_carries_over_fits_the_cache_not_the_adapter(self, adapted, prompt, tmp_path):
+    def test_drafter_state_follows_the_cache_when_the_adapter_changes(self, adapted, prompt, tmp_path):
         """The cache holds what the last adapter read, so a drafter's states of that text must be the last ones too: a
         model that drafts for itself is right to the end only if it goes on from these."""
         names = ("first", "second", "first")
@@ -156,13 +156,13 @@ class TestConversations:
                 assert stats.acceptance_rate_by_depth[1] == 1.0
 
 
-class TestWhatIsLearnt:
+class TestLearntAcceptance:
     def run(self, model, speculator, ids, name, count=2):
         model.set_adapter(name)
         for _ in range(count):
             model.generate(input_ids=ids, max_new_tokens=64, speculator=speculator)
 
-    def test_acceptance_is_that_of_the_adapter(self, adapted, prompt, monkeypatch):
+    def test_policy_learns_acceptance_per_adapter(self, adapted, prompt, monkeypatch):
         """A drafter that knows the text of "first": what "second" rejects must not change what is known of "first"."""
         ids = prompt(9)
         ForwardClock(monkeypatch, unwrap(adapted))
@@ -188,8 +188,8 @@ class TestWhatIsLearnt:
         assert stats["first"].calls + stats["second"].calls == speculator.stats.calls == 4
 
 
-class TestNames:
-    def test_of_what_is_in_effect(self, adapted):
+class TestActiveAdapters:
+    def test_active_adapters_names_enabled_and_merged_adapters(self, adapted):
         model = unwrap(adapted)
         assert active_adapters(model) == "first"
         adapted.set_adapter("second")
@@ -218,7 +218,7 @@ class TestHeadsForAnAdapter:
 
         return write
 
-    def test_adapters_are_told_apart_by_their_weights(self, adapted, tmp_path):
+    def test_adapter_fingerprints_depend_on_weights_only(self, adapted, tmp_path):
         model = unwrap(adapted)
         first = adapter_fingerprints(model)
         adapted.set_adapter("second")
@@ -229,7 +229,7 @@ class TestHeadsForAnAdapter:
         adapted.set_adapter("another name")
         assert list(adapter_fingerprints(model).values()) == list(first.values()) != list(second.values())
 
-    def test_the_same_adapter_is_not_worth_a_word(self, adapted, head, caplog, monkeypatch):
+    def test_head_of_the_same_adapter_loads_without_a_warning(self, adapted, head, caplog, monkeypatch):
         monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         monkeypatch.setattr(logging.getLogger("hf_speculate"), "propagate", True)
         folder = head(adapter_fingerprints(unwrap(adapted)))
@@ -241,7 +241,7 @@ class TestHeadsForAnAdapter:
         assert "was trained for a target with the PEFT adapter 'first', and none is in effect" in record.getMessage()
         assert "fewer drafts will be accepted" in record.getMessage()
 
-    def test_each_difference_is_named(self, adapted, head, tmp_path):
+    def test_head_of_another_adapter_loads_with_a_warning(self, adapted, head, tmp_path):
         model = unwrap(adapted)
         folder = head(adapter_fingerprints(model))
         adapted.set_adapter("second")

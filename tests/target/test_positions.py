@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 class TestTarget:
     @pytest.mark.parametrize(("branching", "accuracy"), DRAFTS)
     @pytest.mark.parametrize("do_sample", [False, True])
-    def test_a_text_that_ends_within_the_table(self, kind, branching, accuracy, do_sample):
+    def test_target_drafts_near_the_end_of_its_position_table(self, kind, branching, accuracy, do_sample):
         model, inputs = build(kind, 32), {"input_ids": random_prompt(9)}
         text = run(model, inputs, max_new_tokens=23, do_sample=do_sample)[0]
         request = {"max_new_tokens": 100, "do_sample": do_sample, "eos_token_id": late_token(text[0], 26, 31)}
@@ -68,14 +68,14 @@ class TestTarget:
         assert speculator.stats.drafted_tokens > 0
 
     @pytest.mark.parametrize(("lengths", "ends"), [((9, 4, 7), (24, 13, 17)), ((3, 12), (9, 21)), ((12, 3), (9, 21))])
-    def test_rows_that_end_at_different_places(self, kind, lengths, ends):
+    def test_target_rows_reach_the_end_of_the_table_apart(self, kind, lengths, ends):
         model, inputs, width = build(kind, 32), padded_batch(random_prompt, lengths), max(lengths)
         text = run(model, inputs, max_new_tokens=33 - width)[0]
         drafter = ScriptedDrafter(text[:, width:], (2, 1, 1, 1), accuracy=0.9, vocab_size=VOCAB_SIZE)
         criteria = [EndsRows(inputs["input_ids"], ends)]
         assert_same(model, inputs, Speculator(drafter), max_new_tokens=100, stopping_criteria=criteria)
 
-    def test_the_whole_table_can_be_used(self, kind):
+    def test_target_can_use_its_whole_position_table(self, kind):
         model, inputs = build(kind, 32), {"input_ids": random_prompt(9)}
         # The last token has no position: nothing is computed from it.
         text = run(model, inputs, max_new_tokens=24)[0]
@@ -84,7 +84,7 @@ class TestTarget:
         assert speculator.stats.target_forwards == 4, "7 + 7 + 7 + 2 tokens behind the prompt's"
 
     @pytest.mark.parametrize("accuracy", [1.0, 0.0])
-    def test_a_text_that_runs_over_the_end_fails_as_in_stock(self, kind, accuracy):
+    def test_target_fails_beyond_its_position_table_as_stock_does(self, kind, accuracy):
         model, inputs, seen = build(kind, 32), {"input_ids": random_prompt(9)}, []
 
         class Streamer:
@@ -112,7 +112,7 @@ class TestDraftModel:
         return Speculator(drafter)
 
     @pytest.mark.parametrize(("depth", "do_sample"), [(3, True), (40, False)])
-    def test_a_table_that_ends_in_the_middle_of_the_text(self, kind, top_k, depth, do_sample):
+    def test_draft_model_stops_where_its_position_table_ends(self, kind, top_k, depth, do_sample):
         target, inputs = build("gpt2", 128), {"input_ids": random_prompt(9)}
         speculator = self.speculator(target, kind, top_k, depth=depth)
         assert_same(target, inputs, speculator, max_new_tokens=34, do_sample=do_sample)
@@ -120,7 +120,7 @@ class TestDraftModel:
         assert speculator.stats.rounds_without_draft >= 43 - 33, "behind its table it drafts nothing"
 
     @pytest.mark.parametrize("length", [31, 32, 33, 60])
-    def test_a_prompt_that_is_as_long_as_the_table_or_longer(self, kind, top_k, length):
+    def test_draft_model_takes_prompts_beyond_its_position_table(self, kind, top_k, length):
         target, inputs = build("gpt2", 128), {"input_ids": random_prompt(length)}
         speculator = self.speculator(target, kind, top_k)
         assert_same(target, inputs, speculator, max_new_tokens=12)
@@ -128,7 +128,7 @@ class TestDraftModel:
 
     @pytest.mark.parametrize("lengths", [(20, 9, 14), (40, 3)])
     @pytest.mark.parametrize("request_", [{"do_sample": True}, {"eos_token_id": [*range(3, 6)]}], ids=str)
-    def test_batches(self, kind, top_k, lengths, request_):
+    def test_draft_model_with_a_short_position_table_takes_batches(self, kind, top_k, lengths, request_):
         target, inputs = build("gpt2", 128), padded_batch(random_prompt, lengths)
         assert_same(target, inputs, self.speculator(target, kind, top_k), max_new_tokens=30, **request_)
 
@@ -136,7 +136,7 @@ class TestDraftModel:
 @pytest.mark.parametrize("kind", ["bloom", "mpt"])
 class TestNoPositionIds:
     @pytest.mark.parametrize("accuracy", [1.0, 0.5])
-    def test_text_and_batches(self, kind, accuracy):
+    def test_models_without_position_ids_give_plain_text(self, kind, accuracy):
         model = build(kind, 32)
         for inputs, width in (({"input_ids": random_prompt(9)}, 9), (padded_batch(random_prompt, (9, 4, 7)), 9)):
             text = run(model, inputs, max_new_tokens=22)[0]
@@ -147,7 +147,7 @@ class TestNoPositionIds:
             assert speculator.stats.drafted_tokens > 0
 
     @pytest.mark.parametrize("lengths", [(9,), (25, 3, 14), "all padded"], ids=str)
-    def test_as_draft_models(self, kind, lengths):
+    def test_models_without_position_ids_can_be_draft_models(self, kind, lengths):
         """They count the padding, and the places of shorter rows behind which the longest goes on."""
         target, inputs = (
             build("gpt2", 128),
@@ -160,7 +160,7 @@ class TestNoPositionIds:
         assert speculator.stats.drafted_tokens > 0
 
 
-def test_a_forward_that_is_replaced_is_looked_at_again():
+def test_takes_position_ids_follows_a_replaced_forward():
     model = copy.copy(build_tiny_model("llama"))
     assert takes_position_ids(model)
     model.forward = lambda input_ids: None

@@ -21,7 +21,7 @@ from ..support.models import build_tiny_model
         ({"quant_method": "fp8"}, "fp8"),
     ],
 )
-def test_labels_say_method_and_width(config, label):
+def test_quantization_label_names_method_and_width(config, label):
     model = copy.deepcopy(build_tiny_model())
     model.config.quantization_config = config
     assert quantization_label(model) == label

@@ -60,7 +60,7 @@ def texts_of(prompt, *lengths):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 class TestTreeForward:
     @pytest.mark.parametrize("lengths", [(9,), (1,), (7, 7), (9, 4, 1)], ids=["one", "one token", "batch", "padded"])
-    def test_every_node_scores_as_its_own_text_from_scratch(
+    def test_tree_forward_scores_every_node_as_its_text_alone(
         self, tiny_model, prompt, random_tree, architecture, attention, lengths
     ):
         model = tiny_model(architecture, attention=attention, dtype=dtype_for(attention, len(set(lengths)) > 1))
@@ -72,7 +72,7 @@ class TestTreeForward:
             assert output.logits.shape == (len(texts), tree.num_nodes, VOCAB_SIZE)
             assert_nodes_right(model, texts, tree, output.logits, tolerance=TOLERANCE[attention])
 
-    def test_rows_that_advance_at_their_own_pace_stay_right(
+    def test_tree_forward_is_right_for_rows_of_different_pace(
         self, tiny_model, prompt, random_tree, architecture, attention
     ):
         model = tiny_model(architecture, attention=attention, dtype=dtype_for(attention, True))
@@ -88,7 +88,7 @@ class TestTreeForward:
                 texts[row] += path_to(tree, row, node)
         assert scorer.cache.is_ragged
 
-    def test_level_by_level_equals_all_at_once(self, tiny_model, prompt, architecture, attention):
+    def test_tree_forward_by_levels_equals_one_forward(self, tiny_model, prompt, architecture, attention):
         model = tiny_model(architecture, attention=attention, dtype=dtype_for(attention, True))
         texts = texts_of(prompt, 9, 4)
         tokens = torch.arange(14).view(2, 7) + 3
@@ -115,16 +115,16 @@ class TestMaskForms:
         assert mask.dtype == dtype
         assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
 
-    def test_under_autocast_it_is_of_the_dtype_of_the_keys(self, prompt, random_tree):
+    def test_tree_mask_has_the_dtype_of_the_keys_under_autocast(self, prompt, random_tree):
         with torch.autocast("cpu", torch.bfloat16):
             scorer, _ = prefilled(build_tiny_gpt2(), texts_of(prompt, 5))
         assert mask_of(scorer, random_tree(1, 1, VOCAB_SIZE)).dtype == torch.bfloat16
 
-    def test_a_root_over_a_prefix_without_holes_needs_no_mask(self, tiny_model, prompt):
+    def test_root_after_a_prefix_without_holes_needs_no_mask(self, tiny_model, prompt):
         scorer, _ = prefilled(tiny_model(), texts_of(prompt, 5))
         assert mask_of(scorer, DraftTree.root_only(torch.tensor([3]))) is None
 
-    def test_holes_and_padding_are_hidden_from_every_node(self, tiny_model, prompt):
+    def test_tree_mask_hides_holes_and_padding(self, tiny_model, prompt):
         scorer, positions = prefilled(tiny_model(), texts_of(prompt, 3, 5))
         tree = DraftTree.chain(torch.tensor([[3, 4, 5], [6, 7, 8]]))
         scorer(tree, positions)
@@ -133,7 +133,7 @@ class TestMaskForms:
         visible = (mask[:, 0, 0] == 0).long().tolist()
         assert visible == [[0, 0, 1, 1, 1, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]]
 
-    def test_chains_get_the_models_own_causal_mask(self, tiny_model, prompt):
+    def test_chains_use_the_causal_mask_of_the_model(self, tiny_model, prompt):
         chain = DraftTree.chain(torch.tensor([[3, 4, 5], [6, 7, 8]]))
         scorer, _ = prefilled(tiny_model(), texts_of(prompt, 5, 5), shape="chain")
         assert mask_of(scorer, chain) is None
@@ -141,9 +141,9 @@ class TestMaskForms:
         assert mask_of(scorer, chain).tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8]
 
 
-class TestAttentionThatTakesNoTree:
+class TestChainOnlyAttention:
     @pytest.mark.parametrize("lengths", [(6,), (6, 3)], ids=["one", "padded"])
-    def test_chains_score_right(self, tiny_model, prompt, chain_only, lengths):
+    def test_chain_only_attention_scores_chains(self, tiny_model, prompt, chain_only, lengths):
         model, plain = (tiny_model(attention=name, dtype=torch.float64) for name in (chain_only, "sdpa"))
         texts = texts_of(prompt, *lengths)
         scorer, positions = prefilled(model, texts, shape="chain")
@@ -151,7 +151,7 @@ class TestAttentionThatTakesNoTree:
         assert_nodes_right(plain, texts, tree, scorer(tree, positions).logits)
 
     @pytest.mark.parametrize("lengths", [(6,), (6, 3)], ids=["one", "padded"])
-    def test_branching_drafters_generate_the_same_text_and_the_fallback_is_stated(
+    def test_chain_only_attention_cuts_trees_to_chains_and_counts_the_fallback(
         self, tiny_model, prompt, chain_only, lengths
     ):
         model = tiny_model(attention=chain_only)
@@ -196,7 +196,7 @@ class TestRopeLimit:
             ({"full_attention": DYNAMIC, "sliding_attention": LONGROPE}, 10, 5),
         ],
     )
-    def test_no_node_passes_a_position_where_rope_changes(self, tiny_model, parameters, root_position, limit):
+    def test_tree_depth_ends_where_rope_changes(self, tiny_model, parameters, root_position, limit):
         config = rope_config(tiny_model, **parameters)
         assert DepthLimit(config)([root_position]) == limit
         nested = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]

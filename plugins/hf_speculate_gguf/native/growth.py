@@ -41,13 +41,15 @@ class NativeGrowth:
         check_range("the width of a tree", width, 1, MOST_WIDTH)
         check_range("the depth of a tree", depth, 1, MOST_WIDTH)
         self.depth = depth
-        pool_room = width + (depth - 1) * width**2
+        pool_capacity = width + (depth - 1) * width**2
         self.values, self._pool_values = (
             torch.empty(batch_size, width, dtype=torch.float32, device="cpu"),
-            torch.empty(batch_size, pool_room, dtype=torch.float32, device="cpu"),
+            torch.empty(batch_size, pool_capacity, dtype=torch.float32, device="cpu"),
         )
         self._tokens, self.previous, self._in_pool = torch.empty(3, batch_size, width, dtype=torch.long, device="cpu")
-        self._pool_tokens, self._pool_parents = torch.empty(2, batch_size, pool_room, dtype=torch.long, device="cpu")
+        self._pool_tokens, self._pool_parents = torch.empty(
+            2, batch_size, pool_capacity, dtype=torch.long, device="cpu"
+        )
         self._run_parents = torch.empty(batch_size, depth, width, dtype=torch.long, device="cpu")
         self._token_ids = token_ids
         self._structure = GrowthStructure(
@@ -55,9 +57,9 @@ class NativeGrowth:
             width=width,
             depth=depth,
             token_ids=None if token_ids is None else address_of(token_ids, torch.long, (len(token_ids),)),
-            pool_values=address_of(self._pool_values, torch.float32, (batch_size, pool_room)),
-            pool_tokens=address_of(self._pool_tokens, torch.long, (batch_size, pool_room)),
-            pool_parents=address_of(self._pool_parents, torch.long, (batch_size, pool_room)),
+            pool_values=address_of(self._pool_values, torch.float32, (batch_size, pool_capacity)),
+            pool_tokens=address_of(self._pool_tokens, torch.long, (batch_size, pool_capacity)),
+            pool_parents=address_of(self._pool_parents, torch.long, (batch_size, pool_capacity)),
             values=address_of(self.values, torch.float32, (batch_size, width)),
             tokens=address_of(self._tokens, torch.long, (batch_size, width)),
             previous=address_of(self.previous, torch.long, (batch_size, width)),

@@ -1,4 +1,4 @@
-"""The ranking of tokens by a head's states: norm, output matrix, noise, best softmax shares.
+"""The ranking of tokens by a head's states: norm, output matrix, noise, highest log-probabilities.
 
 The ctypes structure mirrors `kernel/ranking.h`.
 """
@@ -45,7 +45,7 @@ class RankingStructure(ctypes.Structure):
         *fields(ctypes.c_int64, "top_k"),
         *fields(ctypes.c_void_p, "log_noise"),
         *fields(ctypes.c_int64, "num_columns", "most"),
-        *fields(ctypes.c_void_p, "shares", "columns"),
+        *fields(ctypes.c_void_p, "log_probs", "columns"),
         *fields(ctypes.c_int64, "is_bf16", "quantize", "threads"),
     ]
 

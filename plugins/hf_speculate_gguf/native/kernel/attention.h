@@ -165,7 +165,7 @@ inline void score_tiles(const float* turned, const Block<uint16_t>& block, int t
 }
 #endif
 
-// Scores of the keys from entry `key` to `end`. `turned` has room for KEYS keys.
+// Scores of the keys from entry `key` to `end`. `turned` holds KEYS keys.
 template <class T> void score_all(const T* keys, int64_t key, int64_t end, const Block<T>& block, float* turned) {
   const int64_t steps = block.head_dim / STEP<T>;
 #if HAS_AMX

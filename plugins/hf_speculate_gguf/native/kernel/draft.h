@@ -56,7 +56,7 @@ template <class T> class DraftRun {
     }
     int done = rank_level(d.root, 1);
     for (int64_t level = 1; done > 0; level++) {
-      grow(growth, shares, columns);
+      grow(growth, log_probs, columns);
       if (level == growth.depth || !d.should_continue(level)) break;
       if (!look_up(d.embeddings, growth.tokens, batch_size * width, row, second)) return 0;
       for (int64_t i = 0; i < batch_size * width; i++) {
@@ -76,20 +76,20 @@ template <class T> class DraftRun {
   bool take() {
     const int64_t nodes = batch_size * width, rows = larger(nodes, batch_size * d.num_pending);
     const int64_t num_states = rows * hidden, num_angles = rows * head_dim;
-    const int64_t num_ranges = d.offsets[batch_size] * width + nodes * growth.depth, num_shares = nodes * width;
+    const int64_t num_ranges = d.offsets[batch_size] * width + nodes * growth.depth, num_log_probs = nodes * width;
     const int64_t num_joined = rows * larger(d.fusing.in_features, d.joining.in_features);
     const int64_t values[] = {num_states, num_states, num_states, num_angles, num_angles, num_states * d.layers.num_layers,
                               num_joined, num_joined ? num_states : 0};
     int64_t bytes = Scratch::rounded(hidden * sizeof(float)) + Scratch::rounded((nodes + 1) * sizeof(int32_t)) +
-                    Scratch::rounded(2 * num_ranges * sizeof(int32_t)) + Scratch::rounded(num_shares * sizeof(float)) +
-                    Scratch::rounded(num_shares * sizeof(int64_t));
+                    Scratch::rounded(2 * num_ranges * sizeof(int32_t)) + Scratch::rounded(num_log_probs * sizeof(float)) +
+                    Scratch::rounded(num_log_probs * sizeof(int64_t));
     for (int64_t each : values) bytes += Scratch::rounded(each * sizeof(T));
     if (!memory.reserve(bytes)) return false;
     T** places[] = {&states, &second, &normed, &cos, &sin, &y, &joined, &projected};
     for (int i = 0; i < 8; i++) *places[i] = memory.take<T>(values[i]);
     row = memory.take<float>(hidden);
     offsets = memory.take<int32_t>(nodes + 1), ranges = memory.take<int32_t>(2 * num_ranges);
-    shares = memory.take<float>(num_shares), columns = memory.take<int64_t>(num_shares);
+    log_probs = memory.take<float>(num_log_probs), columns = memory.take<int64_t>(num_log_probs);
     return true;
   }
 
@@ -127,7 +127,7 @@ template <class T> class DraftRun {
   int rank_level(const void* x, int64_t num_nodes) {
     Ranking& call = d.ranking;
     call.x = x, call.batch_size = batch_size, call.num_nodes = num_nodes;
-    call.most = width, call.shares = shares, call.columns = columns;
+    call.most = width, call.log_probs = log_probs, call.columns = columns;
     fed_back = call.normed ? normed : (const T*)x, fed_width = num_nodes;
     if (call.normed) call.normed = normed;
     return rank<T>(call);
@@ -140,7 +140,7 @@ template <class T> class DraftRun {
   const int64_t batch_size, width, hidden, head_dim;
   Scratch memory;
   T *states, *second, *normed, *cos, *sin, *y, *joined, *projected;
-  float *row, *shares;
+  float *row, *log_probs;
   int32_t *offsets, *ranges;
   int64_t* columns;
   const T* fed_back;

@@ -25,18 +25,18 @@ struct Growth {
 
   int64_t num_run() const { return num_levels * width; }
   int64_t pool_size() const { return pool_size(num_levels); }
-  int64_t pool_room() const { return pool_size(depth); }
+  int64_t pool_capacity() const { return pool_size(depth); }
 
  private:
   int64_t pool_size(int64_t levels) const { return levels ? width + (levels - 1) * width * width : 0; }
 };
 
 // Adds the children of the frontier, or at first of the root: [batch row, node, width], best first.
-inline void grow(Growth& g, const float* shares, const int64_t* columns) {
+inline void grow(Growth& g, const float* log_probs, const int64_t* columns) {
   const bool is_first = !g.num_levels;
   const int64_t count = is_first ? g.width : g.width * g.width, pool_size = g.pool_size();
   for (int64_t b = 0; b < g.batch_size; b++) {
-    const int64_t first = b * g.width, in_pool = b * g.pool_room() + pool_size;
+    const int64_t first = b * g.width, in_pool = b * g.pool_capacity() + pool_size;
     float* values = g.pool_values + in_pool;
     int64_t* tokens = g.pool_tokens + in_pool;
     int64_t* run_parents = g.run_parents + b * g.depth * g.width + g.num_run();
@@ -45,7 +45,7 @@ inline void grow(Growth& g, const float* shares, const int64_t* columns) {
     Best best{kept, chosen, g.width};
     for (int64_t i = 0; i < count; i++) {
       const int64_t column = columns[b * count + i], node = first + i / g.width;
-      values[i] = (is_first ? 0 : g.values[node]) + shares[b * count + i];
+      values[i] = (is_first ? 0 : g.values[node]) + log_probs[b * count + i];
       tokens[i] = g.token_ids ? g.token_ids[column] : column;
       g.pool_parents[in_pool + i] = is_first ? -1 : g.in_pool[node];
       best.offer(values[i], i);
@@ -62,8 +62,8 @@ inline void grow(Growth& g, const float* shares, const int64_t* columns) {
 }
 
 // Writes the visible ranges of the frontier's nodes: those of the `num_before` entries that are visible to a node's row,
-// its ancestors, and itself. Returns the number of ranges. Each node needs room for its row's ranges and one for each
-// level.
+// its ancestors, and itself. Returns the number of ranges. The memory holds, for each node, its row's ranges and one
+// for each level.
 inline int64_t put_visible_ranges(const Growth& g, const int32_t* offsets_before, const int32_t* ranges_before,
                                   int64_t num_before, int32_t* offsets, int32_t* ranges) {
   int64_t count = 0;
@@ -92,7 +92,7 @@ inline bool cut(const Growth& g, int64_t most, int64_t* tokens, int64_t* parents
   if (!scratch.reserve(2 * Scratch::rounded(size * sizeof(int64_t)))) return false;
   int64_t *places = scratch.take<int64_t>(size), *chosen = scratch.take<int64_t>(most);
   for (int64_t b = 0; b < g.batch_size; b++) {
-    const int64_t first = b * (most + 1), pool = b * g.pool_room();
+    const int64_t first = b * (most + 1), pool = b * g.pool_capacity();
     parents[first] = -1, values[first] = 0;
     Best best{values + first + 1, chosen, most};
     for (int64_t i = 0; i < size; i++) best.offer(g.pool_values[pool + i], i);

@@ -169,7 +169,7 @@ template <class F> struct Bytewise {
   }
 };
 
-// Adds a group's share to the products of a row. Every path uses this, so that the bits are equal.
+// Adds a group's part to the products of a row. Every path uses this, so that the bits are equal.
 template <class F, class V>
 INLINE V add(const V& products, const V& integers, const V& scales, const V& offsets, float scale, float sum) {
   const V total = products + integers * (scales * scale);

@@ -268,7 +268,7 @@ template <class T> class Layers {
            Scratch::rounded(rows * q_size * sizeof(T)) + per_thread * call.threads;
   }
 
-  // Takes memory of the calling thread, which must have room.
+  // Takes memory of the calling thread, which must have enough left.
   void take() {
     memory.in = Arranged<T>::take(rows, widest, call.quantize);
     memory.activated = Arranged<T>::take(rows, layer.inner, call.quantize);

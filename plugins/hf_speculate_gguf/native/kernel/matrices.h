@@ -40,7 +40,7 @@ inline std::vector<Kind> all_kinds() {
 const std::vector<Kind> KINDS = all_kinds();
 
 // Looks up rows of embeddings, stored as in the file. Returns false if an id is out of range; the output is then
-// invalid. `row` has room for a packed row in float32, which is needed if T is another type.
+// invalid. `row` holds a packed row in float32, which is needed if T is another type.
 template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t count, float* row, T* to) {
   const Kind& kind = KINDS[w.kind];
   const int64_t size = w.in_features;
@@ -162,7 +162,7 @@ template <class T> class Arranged {
 };
 
 // Multiplies rows with a matrix, in a thread pool. row(i) is the address of row i; `output.count` rows are real. `in`
-// must have room.
+// has memory for all of them.
 template <class T, class Row> void multiply(ThreadPool& pool, const Matrix& w, Arranged<T> in, const Row& row, Output<T> output) {
   pool.each(w.in_features / COLUMNS, [&](int64_t cell) {
     for (int64_t i = 0; i < in.rows(); i++) {

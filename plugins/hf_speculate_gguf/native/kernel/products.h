@@ -42,7 +42,7 @@ INLINE Floats multiply_add(const Floats& sum, const Floats& weights, const uint1
 }
 #endif
 
-// Adds a group's share to the products [lane] of a row, in the order of the columns. Every path uses this, so that the
+// Adds a group's part to the products [lane] of a row, in the order of the columns. Every path uses this, so that the
 // bits are equal.
 template <class F, class T>
 INLINE Floats add(const typename F::Factors& factors, int g, const Floats& sum, Inputs<T> x, int64_t cell, int64_t m,

@@ -1,5 +1,5 @@
-// The ranking of tokens by a head's states: final norm, output matrix, noise of a sampled request, and the best softmax
-// shares. Logits are not written out.
+// The ranking of tokens by a head's states: final norm, output matrix, noise of a sampled request, and the highest
+// log-probabilities. Logits are not written out.
 #pragma once
 
 #include "choice.h"
@@ -27,7 +27,7 @@ struct Ranking {
   int64_t top_k;                     // 0 does nothing
   const float* log_noise;            // [batch row, column], subtracted from the scores; null: none
   int64_t num_columns, most;  // number of columns to rank, and of best ones to return
-  float* shares;              // [batch row, node, most]: log-softmax of the best; -inf where no more are kept
+  float* log_probs;           // [batch row, node, most]: log-softmax of the best; -inf where no more are kept
   int64_t* columns;
   int64_t is_bf16, quantize, threads;
 };
@@ -79,7 +79,7 @@ inline void keep_likely(const Ranking& call, float* scores, int64_t width, float
 }
 
 // Turns the products of a row into scores and finds the best. Returns false if some are not finite. `scores` and
-// `masses` have room for `width` values, whole vectors.
+// `masses` hold `width` values, whole vectors.
 inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* scores, float* masses) {
   const int64_t count = call.num_columns;
   const float factor = 1 / call.temperature;
@@ -108,7 +108,7 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
     highest = highest_of(most);
     if (!std::isfinite(highest)) return false;
   }
-  Best best{call.shares + row * call.most, call.columns + row * call.most, call.most};
+  Best best{call.log_probs + row * call.most, call.columns + row * call.most, call.most};
   Floats sum = {};
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats value = load<Floats>(scores + i);
@@ -117,7 +117,7 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
     for (int64_t lane = i; lane < i + LANES; lane++)
       if (scores[lane] > LOWEST) best.offer(scores[lane], lane);
   }
-  const float log_sum = logf(sum_of(sum));  // the sum is at least 1, so no share is above 0
+  const float log_sum = logf(sum_of(sum));  // the sum is at least 1, so no log-probability is above 0
   for (int64_t i = 0; i < best.count; i++) best.values[i] = best.values[i] - highest - log_sum;
   for (int64_t i = 0; best.count < best.most && i < count; i++)
     if (scores[i] == LOWEST) best.offer(LOWEST, i);

@@ -9,7 +9,7 @@ namespace {
 
 // `_StepStructure` of step.py.
 struct Step {
-  Call layers;  // x: room for embeddings; cosines and sines are computed here
+  Call layers;  // x: memory for embeddings; cosines and sines are computed here
   Matrix embeddings;  // blocks as in the file, or dense
   double embedding_scale;  // factor of all embeddings, a number of their type
   const int64_t *tokens, *positions;  // [batch row, query]

@@ -80,7 +80,7 @@ class ThreadPoolSize {
 
   std::mutex mutex;
   std::atomic<int> absent{0};
-  // Nanoseconds; 0: never. `lost`: waits, less a share of the time that passed: half of what one thread adds.
+  // Nanoseconds; 0: never. `lost`: waits, less a fraction of the time that passed: half of what one thread adds.
   int64_t lost = 0, last_loss = 0, last_try = 0, next_try = 0, pause = SHORTEST;
 };
 

@@ -27,8 +27,8 @@ from hf_speculate.testing import ScriptedDrafter
 from hf_speculate.verification.noise import Noise
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
-from .support.inputs import character_tokenizer
-from .support.models import VOCAB_SIZE
+from ..support.inputs import character_tokenizer
+from ..support.models import VOCAB_SIZE
 
 
 NEW_TOKENS = 40
