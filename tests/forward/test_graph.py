@@ -65,6 +65,7 @@ def test_compiled_forwards_give_plain_text(tiny_model, prompt, architecture, sam
     torch.manual_seed(3)
     assert new_tokens(model, prompt(12), speculator, do_sample=sampled) == expected
     assert not speculator.stats.fallbacks, "nothing was to run uncompiled"
+    assert set(speculator.stats.target_runners) == {"graph"}
     assert 1 <= num_graphs() <= 2, "trees of up to 7 nodes need the buckets 1 and 8"
 
 

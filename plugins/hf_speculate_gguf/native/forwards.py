@@ -20,7 +20,7 @@ from .refusals import Refused
 from .runner import NativeOutput, NativeRunner, WithoutKernel
 
 
-_COPIED = "a copy of the model that was loaded (load the file again for another one)"
+_COPIED = "a copy of the model that was loaded (`hf_speculate_gguf.fuse(copy)` lets the kernel compute it)"
 
 
 def fuse(model: Any) -> bool:
