@@ -210,10 +210,10 @@ class Library:
 
 def _check_sizes(bytes_in_kernel: Callable[[bytes], int]) -> None:
     for name, structure in MIRRORED.items():
-        found, expected = bytes_in_kernel(name.encode()), ctypes.sizeof(structure)
-        if found != expected:
+        size, expected = bytes_in_kernel(name.encode()), ctypes.sizeof(structure)
+        if size != expected:
             raise NativeError(
-                f"structure {name} has {found} bytes in the kernel and {expected} in Python ({structure.__name__} in "
+                f"structure {name} has {size} bytes in the kernel and {expected} in Python ({structure.__name__} in "
                 f"{structure.__module__}). Files of different versions are mixed: install hf_speculate again; after a "
                 "change of your own, make the fields of both the same"
             )
@@ -251,14 +251,14 @@ def library() -> Library:
     """The library, compiled or from the cache; raises `NativeError`."""
     try:
         _share_threads()
-        found = build()
+        built = build()
     except (OSError, ValueError) as error:  # no temporary folder, no source, odd text in the environment
         raise NativeError(f"the kernel cannot be made: {error}") from error
-    if not found.has_threads and torch.get_num_threads() > 1:
+    if not built.has_threads and torch.get_num_threads() > 1:
         raise NativeError("torch's threads cannot be used: its OpenMP library has no GOMP_parallel")
-    if not all(stand_in(found)):
+    if not all(stand_in(built)):
         logger.info("torch draws noise, chooses or ranks in another way here: the kernel leaves that to torch")
-    return found
+    return built
 
 
 def build() -> Library:
@@ -276,13 +276,13 @@ def build() -> Library:
         path = Path(folder, name)
         compile_kernel(compiler, path)
         try:
-            found = Library(path)
+            library = Library(path)
         except (OSError, AttributeError) as error:
             raise NativeError(f"what {shlex.join(compiler)} made of the kernel cannot be loaded: {error}") from error
         cache.keep(name, path.read_bytes())
     if cache.problem != known:
         logger.warning(f"the kernel for GGUF weights: {cache.problem}.")
-    return found
+    return library
 
 
 def compile_kernel(compiler: Sequence[str], path: Path) -> None:
@@ -335,8 +335,8 @@ def find_compiler() -> list[str]:
             raise NativeError(f"there is no C++ compiler {command[0]!r} (from $CXX)")
         return command
     for name in _COMPILERS:
-        if found := shutil.which(name):
-            return [found]
+        if compiler := shutil.which(name):
+            return [compiler]
     raise NativeError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
 
 

@@ -151,10 +151,10 @@ class NativeDraft:
         def ask(level: int) -> bool:
             try:
                 is_wanted = should_continue()
-                found = noise(level) if is_wanted else None
-                if found is not None:
-                    kept[0] = found
-                    self.ranking.set_noise(draft.ranking, found, len(root))
+                log_noise = noise(level) if is_wanted else None
+                if log_noise is not None:
+                    kept[0] = log_noise
+                    self.ranking.set_noise(draft.ranking, log_noise, len(root))
                 return is_wanted
             except BaseException as error:  # an exception cannot pass through the kernel
                 errors.append(error)
@@ -208,11 +208,11 @@ def _interrupts(errors: list[BaseException]) -> Iterator[None]:
         return
     before = sys.unraisablehook
 
-    def keep(found: Any) -> None:
-        if found.exc_value is not None and "ctypes callback function" in (found.err_msg or ""):
-            errors.append(found.exc_value)
+    def keep(unraisable: Any) -> None:
+        if unraisable.exc_value is not None and "ctypes callback function" in (unraisable.err_msg or ""):
+            errors.append(unraisable.exc_value)
         else:
-            before(found)
+            before(unraisable)
 
     sys.unraisablehook = keep
     try:

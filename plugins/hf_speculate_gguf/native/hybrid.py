@@ -304,8 +304,8 @@ def _fits(net: Any) -> bool:
 
 
 def _is_packed(net: Any) -> bool:
-    matrices = [each.fused.linear if isinstance(each, Projection) else each for each in net.children()]
-    return any(isinstance(each, PackedMatrix) and isinstance(each.backend, NativeBackend) for each in matrices)
+    matrices = [part.fused.linear if isinstance(part, Projection) else part for part in net.children()]
+    return any(isinstance(matrix, PackedMatrix) and isinstance(matrix.backend, NativeBackend) for matrix in matrices)
 
 
 def _are_readable(*tensors: Tensor) -> bool:
@@ -316,8 +316,8 @@ def _are_readable(*tensors: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
         and dtype in binding.DENSE_KINDS
-        and all(each.is_cpu and each.dtype is dtype for each in tensors)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
+        and all(tensor.is_cpu and tensor.dtype is dtype for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
     )
 
 
@@ -327,7 +327,7 @@ def _suits(layer: Any, hidden: Tensor) -> bool:
     if inputs is None or states is None:
         return inputs is None and states is None
     kinds = (inputs, hidden.dtype), (states, torch.float32)
-    return all(each.is_cpu and each.is_contiguous() and each.dtype is kind for each, kind in kinds)
+    return all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype is kind for tensor, kind in kinds)
 
 
 def _alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,19 +89,20 @@ class LayerParts:
 
         Dense matrices never do, and can be combined with either kind.
         """
-        found = [(isinstance(matrix, PackedMatrix), quantizes_activations(matrix)) for matrix in self.matrices]
-        of_packed = {quantizes for is_packed, quantizes in found if is_packed} or {False}
-        is_known = all(quantizes is not None for _, quantizes in found)
+        ways = [(isinstance(matrix, PackedMatrix), quantizes_activations(matrix)) for matrix in self.matrices]
+        of_packed = {quantizes for is_packed, quantizes in ways if is_packed} or {False}
+        is_known = all(quantizes is not None for _, quantizes in ways)
         return of_packed.pop() if is_known and len(of_packed) == 1 else None
 
     def quantized(self) -> LayerParts:
         """The same parts with 8-bit matrices where possible, for drafting."""
-        return replace(self, projections={name: quantized(each) or each for name, each in self.projections.items()})
+        projections = {name: quantized(matrix) or matrix for name, matrix in self.projections.items()}
+        return replace(self, projections=projections)
 
     def dtype(self) -> torch.dtype | None:
         """The dtype of all weights that are not packed; None if they differ."""
-        found = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {weight.dtype for weight in unpacked(parameters_of(self.modules))}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def problem(self) -> str:
         """The reason why the kernel cannot compute the layer; "" if it can."""

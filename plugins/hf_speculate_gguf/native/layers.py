@@ -309,7 +309,7 @@ def ranges_of_mask(
         torch.empty(num_rows + 1, dtype=torch.int32, device="cpu"),
         torch.empty(most, 2, dtype=torch.int32, device="cpu"),
     )
-    found = binding.library().ranges_of_mask(
+    num_ranges = binding.library().ranges_of_mask(
         address,
         kind,
         0 if mask.shape[0] == 1 else mask.stride(0),
@@ -322,6 +322,6 @@ def ranges_of_mask(
         *addresses_of_ranges((offsets, ranges), num_rows),
         most,
     )
-    if found < 0:
+    if num_ranges < 0:
         raise Refused("an attention mask with other values than visible and hidden, or with too many ranges")
     return offsets, ranges

@@ -54,8 +54,8 @@ def check_range(what: str, value: int, least: int, most: int) -> None:
 
 
 def _mismatch(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> str:
-    name, found = str(dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
+    name, given = str(dtype).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
     return (
-        f"the kernel for CPUs takes {name} {list(shape)} here, {layout}; it was given {found} {list(tensor.shape)} "
+        f"the kernel for CPUs takes {name} {list(shape)} here, {layout}; it was given {given} {list(tensor.shape)} "
         f"with strides {list(tensor.stride())} on {tensor.device}. Nothing was computed."
     )

@@ -28,7 +28,7 @@ def quantize_for_drafting(module: nn.Module) -> int:
     Activations are quantised, so this is only for drafting. The layers can still be read, written and trained; each
     gets an 8-bit copy.
     """
-    layers: list[Any] = [each for each in module.modules() if _is_plain(each)]
+    layers: list[Any] = [layer for layer in module.modules() if _is_plain(layer)]
     for layer in layers:
         layer.forward = QuantizedForward(layer)
         layer.forward.matrix()

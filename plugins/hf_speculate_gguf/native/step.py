@@ -212,15 +212,15 @@ class NativeStep:
         texts, parts = [], rows.parts(self.layers)
         are_many = len(parts) * len(parts[0]) > 1
         for pieces in parts:
-            found = []
+            of_text = []
             for part in pieces:
                 scored = self._run(part, angles)
                 if scored is None:
                     return None
                 if are_many and not keeps_states:  # the states of a large batch take much memory
                     scored = replace(scored, states=scored.states.new_empty(0, 0, 0))
-                found.append(scored)
-            texts.append(Scored.joined(found, dim=1))
+                of_text.append(scored)
+            texts.append(Scored.joined(of_text, dim=1))
         return Scored.joined(texts, dim=0)
 
     def _run(self, rows: TextRows, angles: Sequence[Angles]) -> Scored | None:

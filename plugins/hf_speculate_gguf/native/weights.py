@@ -56,8 +56,8 @@ def fill_embeddings(place: MatrixStructure, module: nn.Module, dtype: torch.dtyp
     is_known = is_packed or type(module) in (nn.Embedding, ScaledEmbedding)
     if not is_known or "forward" in vars(module) or of.max_norm is not None or (scale_of(of) != 1 and not are_scaled):
         return False
-    weight, found = (of.packed, of._of_dtype.dtype) if is_packed else (of.weight, of.weight.dtype)
-    if not weight.is_cpu or not weight.is_contiguous() or found is not dtype:
+    weight, own_dtype = (of.packed, of._of_dtype.dtype) if is_packed else (of.weight, of.weight.dtype)
+    if not weight.is_cpu or not weight.is_contiguous() or own_dtype is not dtype:
         return False
     place.kind = binding.library().kinds[of.block_type if is_packed else binding.DENSE_KINDS[dtype]]
     place.out_features, place.in_features = size = of.num_embeddings, of.embedding_dim
@@ -106,10 +106,10 @@ class WeightsInPlace:
     def are_current(self) -> bool:
         """Whether the weights are the same tensors at the same addresses and of the same dtype. `model.to` moves
         them."""
-        found: list[Any] = [of.get(name) for of, name in self._places]
+        tensors: list[Any] = [of.get(name) for of, name in self._places]
         return (
-            all(map(operator.is_, found, self._tensors))
-            and found[0].dtype is self.dtype
+            all(map(operator.is_, tensors, self._tensors))
+            and tensors[0].dtype is self.dtype
             and self._read() == self._facts
         )
 
