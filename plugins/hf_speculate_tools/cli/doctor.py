@@ -75,15 +75,15 @@ def _by_backend(settings: GenerateSettings, gguf_backend: str | None) -> dict[st
         return {"": bench_generate(replace(settings, seconds=_SECONDS))}
     if gguf_backend is not None:
         return {gguf_backend: bench_generate(replace(settings, gguf_backend=gguf_backend, seconds=_SECONDS))}
-    found, fast = {}, ("native", "native-int8")
+    results, fast = {}, ("native", "native-int8")
     for backend in fast:
         try:
-            found[backend] = bench_generate(
+            results[backend] = bench_generate(
                 replace(settings, gguf_backend=backend, seconds=_SECONDS / len(fast)),
             )
         except UnsupportedRequestError:
             continue
-    return found or {"auto": bench_generate(replace(settings, seconds=_SECONDS))}
+    return results or {"auto": bench_generate(replace(settings, seconds=_SECONDS))}
 
 
 def _rows(backend: str, result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -100,13 +100,13 @@ def _rows(backend: str, result: dict[str, Any]) -> list[dict[str, Any]]:
         tokens = stats["calls"] * _NEW_TOKENS
         plain_seconds = tokens / plain["tokens_per_second"]["median"] - stats["prefill_seconds"]
         token_ms = 1e3 * plain_seconds / (tokens - stats["calls"])
-        found = {"backend": backend, "drafter": row["spec"], "token_ms": token_ms, "rounds": stats["rounds"]}
+        figures = {"backend": backend, "drafter": row["spec"], "token_ms": token_ms, "rounds": stats["rounds"]}
         if stats["rounds"]:
             round_ms = 1e3 * statistics.median(stats["round_seconds_with_draft"])
-            found |= {"round_ms": round_ms, "needed": round_ms / token_ms}
+            figures |= {"round_ms": round_ms, "needed": round_ms / token_ms}
         speedup = row["speedup"]["eager"] if stats["rounds"] >= _MIN_ROUNDS else None
         recorded = {"yields": stats["mean_acceptance_length"], "recorded": row["recorded_length"]}
-        rows.append(found | recorded | {"speedup": speedup})
+        rows.append(figures | recorded | {"speedup": speedup})
     return rows
 
 
