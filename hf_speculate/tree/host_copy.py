@@ -72,10 +72,10 @@ class HostCopy:
         origin = self._origin
         tokens, parents, values = lists
         parts = [tokens, *([parents] if origin._parents is None else []), *([values] if origin._has_values else [])]
-        found = origin._as_host(parts).part(range(len(tokens)), count)
+        host = origin._as_host(parts).part(range(len(tokens)), count)
         if count >= origin._tensors[0].shape[1]:
-            origin.host = found
-        self.host = self._changed(found)
+            origin.host = host
+        self.host = self._changed(host)
 
     def _changed(self, host: HostTree) -> HostTree:
         """The lists of this copy, from those of the copy that it comes from."""

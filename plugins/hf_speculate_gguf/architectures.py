@@ -141,8 +141,8 @@ def _windows(reader: Metadata, architecture: str, sizes: Sizes, window: int | No
 
 
 ARCHITECTURES = {
-    each.name: each
-    for each in (
+    architecture.name: architecture
+    for architecture in (
         Architecture("llama", LlamaConfig, "LlamaForCausalLM", permutes=True),
         Architecture("qwen2", Qwen2Config, "Qwen2ForCausalLM", biased=("attn_q", "attn_k", "attn_v")),
         Architecture("qwen3", Qwen3Config, "Qwen3ForCausalLM", has_head_norms=True),

@@ -179,13 +179,13 @@ def build_model(
 
 def _warn_of_dequantising(plan: ModelPlan, dtype: torch.dtype) -> None:
     """Logs which matrices do not stay packed although they are quantised."""
-    found = [entry for entry in plan.file.tensors.values() if entry.type not in (*FORMATS, *DENSE_TYPES)]
-    if found:
-        kinds, num_weights = sorted({entry.type for entry in found}), sum(math.prod(entry.shape) for entry in found)
+    entries = [entry for entry in plan.file.tensors.values() if entry.type not in (*FORMATS, *DENSE_TYPES)]
+    if entries:
+        kinds, num_weights = sorted({entry.type for entry in entries}), sum(math.prod(entry.shape) for entry in entries)
         logger.warning(
-            f"{plan.file.path}: {len(found)} matrices are of types that cannot stay packed ({', '.join(kinds)}): they "
-            f"are dequantised and take {num_weights * dtype.itemsize / 1e6:.0f} MB, not "
-            f"{sum(entry.num_bytes for entry in found) / 1e6:.0f}."
+            f"{plan.file.path}: {len(entries)} matrices are of types that cannot stay packed ({', '.join(kinds)}): "
+            f"they are dequantised and take {num_weights * dtype.itemsize / 1e6:.0f} MB, not "
+            f"{sum(entry.num_bytes for entry in entries) / 1e6:.0f}."
         )
 
 

@@ -95,10 +95,10 @@ def token_id(reader: Metadata, name: str, vocab_size: int) -> int | None:
 
 def end_tokens(reader: Metadata, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a turn: those named in the metadata, and known control tokens."""
-    found = [token_id(reader, name, vocab_size) for name in ("eos", "eot", "eom")]
+    ends = [token_id(reader, name, vocab_size) for name in ("eos", "eot", "eom")]
     tokens = reader.items("tokenizer.ggml.tokens", str)
     types = reader.items("tokenizer.ggml.token_type", int)
     for text in _END_TEXTS:
         if text in tokens and types[tokens.index(text) :][:1] == [_CONTROL_TOKEN]:
-            found.append(tokens.index(text))
-    return tuple(dict.fromkeys(token for token in found if token is not None and token < vocab_size))
+            ends.append(tokens.index(text))
+    return tuple(dict.fromkeys(token for token in ends if token is not None and token < vocab_size))

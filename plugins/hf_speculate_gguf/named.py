@@ -96,7 +96,7 @@ def named_file(name: str) -> str | None:
     target = NAMED_TARGETS.get(name)
     if target is None:
         return None
-    found = target.find()
-    if found is None:
+    path = target.find()
+    if path is None:
         raise CheckpointError(f"{name} is not on this machine: {target.install} ({target.about}).")
-    return found
+    return path

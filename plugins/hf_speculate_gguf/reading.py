@@ -97,10 +97,10 @@ class GgufFile:
             file.seek(entry.offset + start * entry.row_bytes)
             try:
                 # Straight into the tensor: the file object skips its buffer for so many bytes.
-                found = file.readinto(memoryview(rows.numpy()).cast("B"))  # type: ignore[attr-defined]
+                num_read = file.readinto(memoryview(rows.numpy()).cast("B"))  # type: ignore[attr-defined]
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.path!r}: {error}") from error
-            if found != rows.nbytes or file_identity(file) != self.identity:
+            if num_read != rows.nbytes or file_identity(file) != self.identity:
                 raise self._changed()
         return rows
 
@@ -220,12 +220,12 @@ def _read(cursor: _Cursor, sizes: dict[int, tuple[str, int, int]]) -> GgufFile:
         if key in metadata:
             raise cursor.broken(f"{key!r} is there twice")
         metadata[key] = cursor.value(cursor.scalar("<I"))
-    found = [_read_entry(cursor, sizes) for _ in range(num_tensors)]
-    return GgufFile(path, metadata, _placed(cursor, metadata, found), cursor.size, cursor.identity)
+    entries = [_read_entry(cursor, sizes) for _ in range(num_tensors)]
+    return GgufFile(path, metadata, _placed(cursor, metadata, entries), cursor.size, cursor.identity)
 
 
 def _placed(
-    cursor: _Cursor, metadata: dict[str, Any], found: list[tuple[str, tuple[int, ...], str, int, int]]
+    cursor: _Cursor, metadata: dict[str, Any], entries: list[tuple[str, tuple[int, ...], str, int, int]]
 ) -> dict[str, TensorEntry]:
     """Entries of the tensors. None leaves the file or shares a byte with another, so together they fit in it."""
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -233,7 +233,7 @@ def _placed(
         raise cursor.broken(f"general.alignment is {alignment!r}, not a power of two")
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, TensorEntry] = {}
-    for name, shape, kind, offset, row_bytes in found:
+    for name, shape, kind, offset, row_bytes in entries:
         entry = TensorEntry(name, shape, kind, start + offset, row_bytes)
         if name in tensors:
             raise CheckpointError(f"{cursor.path!r} is broken: tensor {name!r} is there twice.")

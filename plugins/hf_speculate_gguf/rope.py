@@ -132,19 +132,19 @@ def check_angles(reader: Metadata, config: Any) -> None:
     """Raises `CheckpointError` if RoPE's parameters, each valid alone, do not give frequencies together."""
     parameters = config.rope_parameters
     of_types = {None: parameters} if "rope_type" in parameters else parameters
-    for layer_type, found in of_types.items():
-        kind, named = found["rope_type"], {} if layer_type is None else {"layer_type": layer_type}
+    for layer_type, rope in of_types.items():
+        kind, named = rope["rope_type"], {} if layer_type is None else {"layer_type": layer_type}
         try:
             plain = kind == "default"
             frequencies = (
-                _frequencies(found["rope_theta"], rotated_size(config, found))
+                _frequencies(rope["rope_theta"], rotated_size(config, rope))
                 if plain
                 else ROPE_INIT_FUNCTIONS[kind](config, "cpu", **named)[0]
             )
         except (ArithmeticError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{reader.file.path!r}: RoPE cannot be computed: {error}") from error
-        if not (frequencies.isfinite().all() and frequencies.shape == (rotated_size(config, found) // 2,)):
-            raise CheckpointError(f"{reader.file.path!r}: RoPE with {found} gives no angles.")
+        if not (frequencies.isfinite().all() and frequencies.shape == (rotated_size(config, rope) // 2,)):
+            raise CheckpointError(f"{reader.file.path!r}: RoPE with {rope} gives no angles.")
 
 
 def read_rope(file: GgufFile, architecture: str, head_dim: int, context_length: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def describe_rope(architecture: str, rope: Mapping[str, Any], head_dim: int) -> 
     Raises:
         CheckpointError: a scaling that is not written, see `WRITTEN_ROPE`.
     """
-    kind, found = rope["rope_type"], {f"{architecture}.rope.freq_base": float(rope["rope_theta"])}
+    kind, metadata = rope["rope_type"], {f"{architecture}.rope.freq_base": float(rope["rope_theta"])}
     if kind not in WRITTEN_ROPE:
         raise CheckpointError(
             f"RoPE scaling {kind!r} is not written to GGUF files; possible: {', '.join(WRITTEN_ROPE)}."
@@ -183,11 +183,11 @@ def describe_rope(architecture: str, rope: Mapping[str, Any], head_dim: int) -> 
             f"{architecture}.rope.scaling.type": kind,
             f"{architecture}.rope.scaling.factor": float(rope["factor"]),
         }
-        return found | scaling, None
+        return metadata | scaling, None
     if kind == "default":
-        return found, None
+        return metadata, None
     config = LlamaConfig(head_dim=head_dim, rope_parameters=dict(rope))
-    return found, plain_frequencies(config) / ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+    return metadata, plain_frequencies(config) / ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
 
 
 def rotated_size(config: Any, parameters: Mapping[str, Any]) -> int:

@@ -23,10 +23,10 @@ _NO, _COUNT, _NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 
 def part_names(name: str) -> list[str]:
     """The names of all parts of the model that a file of this name is a part of; its own name if it is not a part."""
-    found = _PART.search(name)
-    if found is None:
+    match = _PART.search(name)
+    if match is None:
         return [name]
-    return [f"{name[: found.start()]}-{i:05d}-of-{found[2]}.gguf" for i in range(1, int(found[2]) + 1)]
+    return [f"{name[: match.start()]}-{i:05d}-of-{match[2]}.gguf" for i in range(1, int(match[2]) + 1)]
 
 
 def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_kwargs: dict[str, Any]) -> str:
@@ -43,17 +43,17 @@ def find_file(path_or_repo: str | os.PathLike[str], gguf_file: str | None, hub_k
     if gguf_file is None:
         if os.path.isfile(path):
             return path
-        if found := named_file(path):
-            return found
+        if named := named_file(path):
+            return named
         raise CheckpointError(f"{path!r} is {_without_file(path)}")
-    found = []
+    files = []
     for name in part_names(gguf_file):
         try:
-            found.append(cached_file(path, name, **hub_kwargs))
+            files.append(cached_file(path, name, **hub_kwargs))
         except OSError as error:
             raise CheckpointError(f"{name!r} of {path!r} cannot be had: {error}") from error
-    assert found[0] is not None
-    return found[0]
+    assert files[0] is not None
+    return files[0]
 
 
 def _without_file(path: str) -> str:
@@ -95,10 +95,10 @@ def read_model_file(path: str | os.PathLike[str]) -> GgufFile:
         if not os.path.isfile(name):
             raise CheckpointError(f"{name!r} is missing: the model in {first.path!r} has {count} parts.")
         part = read_header(name)
-        found = part.metadata.get(_NO), part.metadata.get(_COUNT)
-        if found != (number, count):
+        place = part.metadata.get(_NO), part.metadata.get(_COUNT)
+        if place != (number, count):
             raise CheckpointError(
-                f"{name!r} is part {found[0]!r} of {found[1]!r} by its metadata, not {number} of {count}."
+                f"{name!r} is part {place[0]!r} of {place[1]!r} by its metadata, not {number} of {count}."
             )
         others.append(part)
     return _joined(first, others, reader.get(_NUM_TENSORS, int))

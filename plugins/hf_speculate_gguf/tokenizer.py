@@ -202,10 +202,12 @@ def _build(reader: Metadata) -> PreTrainedTokenizerBase:
 def _pre_type(reader: Metadata) -> PreType:
     name = reader.get("tokenizer.ggml.pre", str, "")
     if name not in PRE_TYPES:
-        found = f"tokenizer.ggml.pre is {name!r}, which is not known here" if name else "tokenizer.ggml.pre is missing"
+        problem = (
+            f"tokenizer.ggml.pre is {name!r}, which is not known here" if name else "tokenizer.ggml.pre is missing"
+        )
         logger.warning(
-            f"{reader.file.path}: {found}. Text is split as for 'default', so some of it may become other tokens than "
-            "the model knows; `tokenizer=` takes the model's own."
+            f"{reader.file.path}: {problem}. Text is split as for 'default', so some of it may become other tokens "
+            "than the model knows; `tokenizer=` takes the model's own."
         )
     return PRE_TYPES.get(name, DEFAULT)
 

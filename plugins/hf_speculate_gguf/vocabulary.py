@@ -54,7 +54,7 @@ def describe_vocabulary(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     if max(tokens) >= vocab_size:
         raise CheckpointError(f"the tokenizer of the target has token {max(tokens)}, but the model only {vocab_size}.")
     added = tokenizer.added_tokens_decoder
-    found = {
+    metadata = {
         "tokenizer.ggml.model": "llama" if has_bytes else "gpt2",
         "tokenizer.ggml.pre": "default" if has_bytes else _pre_name(backend, bool(model.get("ignore_merges"))),
         "tokenizer.ggml.tokens": [tokens.get(index, f"[PAD{index}]") for index in range(vocab_size)],
@@ -64,16 +64,16 @@ def describe_vocabulary(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     if has_bytes:
         # Pieces are joined by score: the earlier its merge, the higher.
         ranks = {merge.replace(" ", ""): rank for rank, merge in reversed(list(enumerate(merges)))}
-        tokens_in_order = found["tokenizer.ggml.tokens"]
-        found["tokenizer.ggml.scores"] = [-float(ranks.get(token, len(merges))) for token in tokens_in_order]
+        tokens_in_order = metadata["tokenizer.ggml.tokens"]
+        metadata["tokenizer.ggml.scores"] = [-float(ranks.get(token, len(merges))) for token in tokens_in_order]
     else:
-        found["tokenizer.ggml.merges"] = merges
+        metadata["tokenizer.ggml.merges"] = merges
     for name, ours in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
         token = getattr(tokenizer, f"{ours}_token_id")
         if token is not None:
-            found[f"tokenizer.ggml.{name}_token_id"] = int(token)
+            metadata[f"tokenizer.ggml.{name}_token_id"] = int(token)
     begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    return {**found, "tokenizer.ggml.add_bos_token": begins}
+    return {**metadata, "tokenizer.ggml.add_bos_token": begins}
 
 
 def _type(index: int, tokens: dict[int, str], added: Any, has_bytes: bool) -> int:

@@ -42,9 +42,9 @@ def bench_acceptance(settings: AcceptanceSettings) -> dict[str, Any]:
             (method,) = speculator_methods([spec], workload.model, adaptive=False, max_nodes=nodes)
             stats = []
             for request in requests:
-                found = generate_once(workload.model, method, request, arguments).stats
-                assert found is not None
-                stats.append(found)
+                request_stats = generate_once(workload.model, method, request, arguments).stats
+                assert request_stats is not None
+                stats.append(request_stats)
                 advance(f"{spec.label}, {nodes} nodes, T={temperature:g}")
             row = {"speculator": spec.label, "spec": spec.text, "nodes": nodes, "temperature": temperature}
             rows.append(row | figures(stats, [request.category for request in requests]))
@@ -61,7 +61,7 @@ def figures(stats: Sequence[SpeculationStats], categories: Sequence[str]) -> dic
     """Figures of one row from the statistics of its prompts."""
     whole = merged(stats)
     names = list(dict.fromkeys(categories))
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "tokens_per_round": whole.tokens_per_round,
         "mean_acceptance_length": whole.mean_acceptance_length,
         "standard_error": jackknife(stats),
@@ -72,11 +72,11 @@ def figures(stats: Sequence[SpeculationStats], categories: Sequence[str]) -> dic
         "rounds_without_draft": whole.rounds_without_draft,
     }
     if len(names) > 1:
-        found["categories"] = {
+        row["categories"] = {
             name: merged([s for s, c in zip(stats, categories, strict=True) if c == name]).mean_acceptance_length
             for name in names
         }
-    return found
+    return row
 
 
 def jackknife(stats: Sequence[SpeculationStats]) -> float | None:

@@ -109,8 +109,8 @@ def _rows(settings: GenerateSettings, workload: Workload, methods: Sequence[Meth
             runs = measure_in_turn(model, active[size], requests[size], arguments, settings.repeats, step)
             identical = {}
             for method in active[size]:
-                found = compare_texts(model, method, runs, requests[size], arguments, settings.max_proofs)
-                identical[method.name] = found
+                comparison = compare_texts(model, method, runs, requests[size], arguments, settings.max_proofs)
+                identical[method.name] = comparison
                 step(f"{method.name} compared")
             rows += summarize(size, temperature, runs, active[size], identical)
     return rows
@@ -163,18 +163,19 @@ def _details(rows: list[dict[str, Any]]) -> list[str]:
     for row in (row for row in rows if row["kind"] == "speculator"):
         where = f"{row['method']}, batch {row['batch_size']}, T={row['temperature']:g}"
         lines.append(f"acceptance by depth  {where}: {by_depth(row['speculation']['acceptance_rate_by_depth'])}")
-        for found in row["identical"]["divergences"]:
-            lines.append(f"divergence  {where}: prompt {found['prompt']}, new token {found['step']}{_verdict(found)}")
+        for divergence in row["identical"]["divergences"]:
+            place = f"prompt {divergence['prompt']}, new token {divergence['step']}"
+            lines.append(f"divergence  {where}: {place}{_verdict(divergence)}")
     return ["\n".join(lines)]
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    if "is_tie" not in found:
+def _verdict(divergence: dict[str, Any]) -> str:
+    if "is_tie" not in divergence:
         return ""
-    if found["is_tie"]:
-        error = f"{found['logit_error']:.3g} of {found['max_logit']:.3g}"
-        return f": a tie, margin {found['margin']:.3g}, logit error {error}"
-    return f": {'NOT A TIE: ' if found['is_tie'] is False else ''}{found['why']}"
+    if divergence["is_tie"]:
+        error = f"{divergence['logit_error']:.3g} of {divergence['max_logit']:.3g}"
+        return f": a tie, margin {divergence['margin']:.3g}, logit error {error}"
+    return f": {'NOT A TIE: ' if divergence['is_tie'] is False else ''}{divergence['why']}"
 
 
 def _category(figures: dict[str, Any]) -> str:

@@ -39,10 +39,10 @@ def compare_texts(
             step = next((i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if a != b), None)
             if step is None:
                 continue
-            found = {"prompt": request.index, "row": row, "step": step}
+            divergence = {"prompt": request.index, "row": row, "step": step}
             if method.kind == "speculator" and len(run.rows) == 1 and len(divergences) < max_proofs:
-                found |= _proof(model, method, request, run, arguments)
-            divergences.append(found)
+                divergence |= _proof(model, method, request, run, arguments)
+            divergences.append(divergence)
     return {"share": 1 - len(divergences) / num_rows, "num_rows": num_rows, "divergences": divergences}
 
 

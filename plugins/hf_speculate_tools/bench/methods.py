@@ -81,7 +81,7 @@ def stock_speculative_methods(
         arguments["stock assisted"] = {"assistant_model": assistant}
     plain = [Method(name=name, kind="stock_speculative", arguments=given) for name, given in arguments.items()]
     compiled = [_compiled(method, f"{method.name}, compiled", method.kind) for method in plain if num_cached]
-    return plain + [replace(each, arguments=each.arguments | {"max_cache_len": num_cached}) for each in compiled]
+    return plain + [replace(method, arguments=method.arguments | {"max_cache_len": num_cached}) for method in compiled]
 
 
 def speculator_method(name: str, speculator: Speculator, **more: Any) -> Method:

@@ -101,14 +101,14 @@ def fitting(
 ) -> list[tuple[str, Tensor]]:
     """Prompts that leave room for the new tokens in the target's context; raises `SpeculateError` for none."""
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    found = [p for p in prompts if len(p[1]) and (context is None or len(p[1]) + max_new_tokens <= context)]
-    if not found:
+    kept = [p for p in prompts if len(p[1]) and (context is None or len(p[1]) + max_new_tokens <= context)]
+    if not kept:
         shortest = min(len(ids) for _, ids in prompts)
         raise SpeculateError(
             f"no prompt fits: the shortest has {shortest} tokens and {max_new_tokens} new ones are asked for, the "
             f"target's context is {context}."
         )
-    return found
+    return kept
 
 
 def generate_once(
@@ -141,15 +141,15 @@ def without_refused(
 
     Stock's largest static cache decides the shapes of all later ones: call this before anything warms up.
     """
-    found = []
+    working = []
     for method in methods:
         try:
             if method.compiles and method.kind == "stock_speculative":
                 generate_once(model, method, request, arguments)
-            found.append(method)
+            working.append(method)
         except Exception as error:  # torch.compile fails in many ways
             logger.warning(f"{method.name} is not measured: {type(error).__name__}: {first_line(error)}")
-    return found
+    return working
 
 
 def measure_in_turn(

@@ -41,7 +41,7 @@ def summarize(
             "identical": identical.get(name),
         }
         if len(categories) > 1:
-            row["categories"] = {category: _brief(found[name]) for category, found in by_category.items()}
+            row["categories"] = {category: _brief(by_method[name]) for category, by_method in by_category.items()}
         rows.append(row)
     return rows
 
@@ -87,10 +87,10 @@ def _figures(runs: Sequence[TimedRun], methods: Mapping[str, Method]) -> dict[st
 
 
 def _speculation(runs: Sequence[TimedRun], method: str) -> dict[str, Any] | None:
-    found = [run.stats for run in runs if run.method == method and run.stats is not None]
-    if not found:
+    all_stats = [run.stats for run in runs if run.method == method and run.stats is not None]
+    if not all_stats:
         return None
-    figures = merged(found).to_dict()
+    figures = merged(all_stats).to_dict()
     del figures["verdict"]  # it goes by an estimate, and here the speed-up is measured
     return figures
 

@@ -134,7 +134,7 @@ def _later_turns(
     prompt: Prompt, model: GenerativeModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int
 ) -> list[tuple[str, Tensor]]:
     """Prompts of a conversation's later turns, after the target's own greedy answers."""
-    found, messages = [], prompt.messages
+    prompts, messages = [], prompt.messages
     for turn in prompt.later_turns:
         ids = chat_ids(messages, tokenizer)[None].to(model.device)
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
@@ -142,5 +142,5 @@ def _later_turns(
             output = model.generate(ids, **arguments, eos_token_id=tokenizer.eos_token_id, speculator=None)
         answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        found.append((prompt.category, chat_ids(messages, tokenizer)))
-    return found
+        prompts.append((prompt.category, chat_ids(messages, tokenizer)))
+    return prompts

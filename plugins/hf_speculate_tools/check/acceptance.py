@@ -125,14 +125,14 @@ class HeadReader:
 @torch.no_grad()
 def replayed(drafter: Drafter, target: GenerativeModel, texts: Sequence[Text], depth: int) -> list[Int[Tensor, " P"]]:
     """Number of accepted tokens of the chain at every root of each text; empty for texts that are too short."""
-    found: list[list[int]] = [[] for _ in texts]
+    counts: list[list[int]] = [[] for _ in texts]
     rows = [row for row, text in enumerate(texts) if text.roots(depth)]
     if rows:
         with closing(_Replay(drafter, target, [texts[row] for row in rows], depth)) as replay:
             for accepted in replay.steps():
                 for slot, count in accepted.items():
-                    found[rows[slot]].append(count)
-    return [torch.tensor(each, dtype=torch.long, device="cpu") for each in found]
+                    counts[rows[slot]].append(count)
+    return [torch.tensor(of_text, dtype=torch.long, device="cpu") for of_text in counts]
 
 
 class _Replay:

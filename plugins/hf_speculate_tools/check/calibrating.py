@@ -84,10 +84,10 @@ def _rounds(
         yield from rounds(target, ids, attention_mask=mask, generation_config=config, speculator=speculator)
 
 
-def _shares(found: Iterable[Round]) -> tuple[float, ...]:
+def _shares(request_rounds: Iterable[Round]) -> tuple[float, ...]:
     calibration = Calibration()
     acceptance = Acceptance(calibration)
-    for round in found:
+    for round in request_rounds:
         if round.num_nodes:
             acceptance.count(round.tree.host.rows()[0], round.paths[0], round.tokens[0])
     return tuple(calibration.shares)

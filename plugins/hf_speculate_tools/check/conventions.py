@@ -22,7 +22,9 @@ class Alternative:
 def alternatives(drafter: Any, target: GenerativeModel, options: ReadingOptions) -> list[Alternative]:
     """One change of every convention that `options` leave open; none for methods without conventions."""
     find = {"eagle": _of_eagle, "block": _of_block}.get(drafter.name)
-    return [] if find is None else [each for each in find(drafter, target) if not each.options.keys() & options.keys()]
+    return (
+        [] if find is None else [trial for trial in find(drafter, target) if not trial.options.keys() & options.keys()]
+    )
 
 
 _SWITCHES = {

@@ -186,25 +186,25 @@ def check_head(
         )
     accepted = reader.accepted({}, texts, depth)
     stated = AcceptanceRates.of(torch.cat(accepted), depth)
-    found = HeadCheck(os.fspath(head), reader.name, stated, record=record)
-    if found.is_low if try_alternatives is None else try_alternatives:
-        found, accepted = _search(found, reader, model, texts, accepted)
+    check = HeadCheck(os.fspath(head), reader.name, stated, record=record)
+    if check.is_low if try_alternatives is None else try_alternatives:
+        check, accepted = _search(check, reader, model, texts, accepted)
 
     def measured(name: str, texts: Sequence[Text], accepted: Sequence[Tensor]) -> Measured:
         return Measured(name, accepted, [text.num_prompt for text in texts], depth)
 
     now = measured(WITH_TEMPLATE if uses_template else WITHOUT_TEMPLATE, texts, accepted)
     findings = [compare_positions(now, folder)]
-    if found.is_low if try_forms is None else try_forms:
+    if check.is_low if try_forms is None else try_forms:
         for name, ids in (other_forms or {}).items():
             written = write_texts(model, ids, max_new_tokens=max_new_tokens)
-            findings.append(compare_template(now, measured(name, written, reader.accepted(found.fix, written, depth))))
+            findings.append(compare_template(now, measured(name, written, reader.accepted(check.fix, written, depth))))
     strongest = sorted((finding for finding in findings if finding is not None), key=lambda finding: -finding.gain)
-    return replace(found, findings=tuple(strongest))
+    return replace(check, findings=tuple(strongest))
 
 
 def _search(
-    found: HeadCheck, reader: HeadReader, target: GenerativeModel, texts: Sequence[Text], accepted: list[Tensor]
+    check: HeadCheck, reader: HeadReader, target: GenerativeModel, texts: Sequence[Text], accepted: list[Tensor]
 ) -> tuple[HeadCheck, list[Tensor]]:
     """Adopts the best change that helps, then tries the others on top of it: a file may be wrong in two places.
 
@@ -212,7 +212,7 @@ def _search(
         The outcome, and the accepted tokens with its `fix`.
     """
     trials: list[Trial] = []
-    adopted, depth = Trial({}, "", found.stated), len(found.stated.by_depth)
+    adopted, depth = Trial({}, "", check.stated), len(check.stated.by_depth)
     for _ in range(_MAX_CHANGES):
         others = alternatives(reader.load(adopted.options, depth), target, adopted.options)
         tried = [_try(reader, other, adopted, texts, accepted) for other in others]
@@ -221,7 +221,7 @@ def _search(
         if not helpful:
             break
         adopted, accepted = max(helpful, key=lambda pair: pair[0].gain or 0.0)
-    return replace(found, trials=tuple(trials), fix=adopted.options, best=adopted.acceptance), accepted
+    return replace(check, trials=tuple(trials), fix=adopted.options, best=adopted.acceptance), accepted
 
 
 def _try(

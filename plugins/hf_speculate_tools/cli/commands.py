@@ -134,11 +134,11 @@ def env(json_only: JsonOnly = False) -> None:
     """Print versions and hardware for a bug report."""
     from ..commands import environment
 
-    found = environment()
+    facts = environment()
     if json_only:
-        say_json(found)
+        say_json(facts)
         return
-    for name, value in (found.pop("versions") | found).items():
+    for name, value in (facts.pop("versions") | facts).items():
         say(f"- {name}: {', '.join(value) if isinstance(value, list) else value}")
 
 

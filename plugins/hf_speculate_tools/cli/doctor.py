@@ -76,15 +76,15 @@ def _by_backend(settings: GenerateSettings, gguf_backend: str | None) -> dict[st
         return {"": bench_generate(replace(settings, seconds=_SECONDS))}
     if gguf_backend is not None:
         return {gguf_backend: bench_generate(replace(settings, gguf_backend=gguf_backend, seconds=_SECONDS))}
-    found, fast = {}, ("native", "native-int8")
+    results, fast = {}, ("native", "native-int8")
     for backend in fast:
         try:
-            found[backend] = bench_generate(
+            results[backend] = bench_generate(
                 replace(settings, gguf_backend=backend, seconds=_SECONDS / len(fast)),
             )
         except UnsupportedRequestError:
             continue
-    return found or {"auto": bench_generate(replace(settings, seconds=_SECONDS))}
+    return results or {"auto": bench_generate(replace(settings, seconds=_SECONDS))}
 
 
 def _rows(backend: str, result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -29,9 +29,9 @@ def write_text(options: GenerateOptions, text: str) -> None:
     if options.draw:
         _draw(session, ids)
     else:
-        found = _compared(session, ids, restart, quiet) if options.compare else _single(session, ids, quiet)
+        result = _compared(session, ids, restart, quiet) if options.compare else _single(session, ids, quiet)
         if quiet:
-            say_json(found)
+            say_json(result)
     if options.stats and session.speculator is not None:
         say(session.speculator.stats.summary(), err=True)
 

@@ -29,10 +29,10 @@ class LiteralGroup(TyperGroup):
         _make_plain(self)
 
     def get_command(self, ctx, cmd_name: str):
-        found = super().get_command(ctx, cmd_name)
-        if found is not None:
-            _make_plain(found)
-        return found
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _make_plain(command)
+        return command
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         if not args and self.no_args_is_help:
@@ -53,9 +53,9 @@ class MainGroup(LiteralGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None or cmd_name not in points:
             return own
-        found = _load_command(points[cmd_name])
-        _make_plain(found)
-        return found
+        command = _load_command(points[cmd_name])
+        _make_plain(command)
+        return command
 
     def get_help(self, ctx) -> str:
         return overview(self.installed().values()).removesuffix("\n")  # typer ends the line

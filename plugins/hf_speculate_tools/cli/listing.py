@@ -23,11 +23,14 @@ _ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 def list_drafters(json_only: bool) -> None:
     """Prints the list of installed drafters."""
-    found = drafter_list()
+    drafters = drafter_list()
     if json_only:
-        say_json(found)
+        say_json(drafters)
         return
-    about = ({"name": each["name"], "drafts": _about(each["name"]), "from": each["distribution"]} for each in found)
+    about = (
+        {"name": drafter["name"], "drafts": _about(drafter["name"]), "from": drafter["distribution"]}
+        for drafter in drafters
+    )
     console().print(_table("", ("name", "what it does", "package"), about))
     say("hf-speculate drafters NAME lists the options of one.")
 
@@ -83,6 +86,6 @@ def _default(field: Field) -> str:
 
 
 def _meanings(doc: str) -> dict[str, str]:
-    found = _ATTRIBUTES.search(doc)
-    entries = _ENTRY.findall(found.group(1)) if found else []
+    section = _ATTRIBUTES.search(doc)
+    entries = _ENTRY.findall(section.group(1)) if section else []
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}

@@ -84,8 +84,8 @@ class Session:
         if speculator is None or not self.shows_drafts:
             self.model.generate(**request, streamer=streamer, speculator=speculator)
             return
-        with closing(rounds(self.model, **request, speculator=speculator)) as found:
-            for round in found:
+        with closing(rounds(self.model, **request, speculator=speculator)) as request_rounds:
+            for round in request_rounds:
                 streamer.add(round)
         streamer.end()
 

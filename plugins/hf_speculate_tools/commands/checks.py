@@ -26,9 +26,9 @@ def checked(check: Callable[[Any], Any], *also: str) -> Callable[[Any], Any]:
     """
 
     def callback(value: Any) -> Any:
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if each is not None and each not in also:
-                check(each)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if item is not None and item not in also:
+                check(item)
         return value
 
     return callback

@@ -28,7 +28,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Versions, hardware and thread count as JSON-serialisable values, for bug reports and benchmark results."""
     versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES)}
     return {
-        "versions": {name: found for name, found in versions.items() if found or name in _PACKAGES},
+        "versions": {name: number for name, number in versions.items() if number or name in _PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _processor_name(),

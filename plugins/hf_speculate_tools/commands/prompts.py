@@ -122,10 +122,10 @@ def chat_ids(messages: Sequence[dict[str, Any]], tokenizer, **template: Any) -> 
 
 def readable(text: str, origin: str) -> str:
     """Replaces bytes that are not characters, so that every tokenizer takes the text, and reports it on stderr."""
-    found, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
+    replaced, count = _SURROGATES.subn("\N{REPLACEMENT CHARACTER}", text)
     if count:
         say(f"hf-speculate: {origin} is not all UTF-8; bytes replaced by U+FFFD: {count}.", err=True)
-    return found
+    return replaced
 
 
 def check_prompts(path: str | Path) -> None:

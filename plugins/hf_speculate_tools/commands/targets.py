@@ -148,13 +148,13 @@ def bundled(name: str) -> str | None:
 
 def default_target() -> str:
     """The bundled target; raises `SpeculateError` if it is missing (a wheel does not contain it)."""
-    found = bundled(BUNDLED)
-    if found is None:
+    path = bundled(BUNDLED)
+    if path is None:
         raise SpeculateError(
             f"no target was given and the bundled one (examples/{BUNDLED} of a checkout) is not here: pass --target "
             "with a path or Hub id, or run this inside a checkout."
         )
-    return found
+    return path
 
 
 def make_spec(spec: SpeculatorSpec, target: GenerativeModel, **defaults: Any) -> Speculator:

@@ -89,10 +89,10 @@ def check(
     uses_template = not raw and bool(tokenizer.chat_template)
     chosen = [prompt for path in prompts or () for prompt in read_prompts(path, limit)]
     chosen = chosen or builtin_prompts(limit, chat=uses_template)
-    ids = [each for _, each in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
+    ids = [tokens for _, tokens in tokenize(chosen, tokenizer, use_chat_template=uses_template)]
     if uses_template and has_other_template(local_folder(head), tokenizer):
         say("note: the target's chat template is not the one that the head was trained with.", err=True)
-    found = check_head(
+    outcome = check_head(
         head,
         model,
         ids,
@@ -104,14 +104,14 @@ def check(
         uses_template=uses_template,
     )
     if calibrate:
-        write_calibration(head, model, ids, max_new_tokens=max_new_tokens, **found.fix)
+        write_calibration(head, model, ids, max_new_tokens=max_new_tokens, **outcome.fix)
     if json_only:
-        say_json(as_json(found))
+        say_json(as_json(outcome))
         return
-    console().print(_table(found))
-    say(found.message)
-    if found.fix:
-        say(f"\n    {found.code}\n")
+    console().print(_table(outcome))
+    say(outcome.message)
+    if outcome.fix:
+        say(f"\n    {outcome.code}\n")
 
 
 def _load(target: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
@@ -125,26 +125,26 @@ def _load(target: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def as_json(found: HeadCheck) -> dict[str, Any]:
+def as_json(outcome: HeadCheck) -> dict[str, Any]:
     """The outcome with its verdict, JSON-serialisable."""
-    code = {"code": found.code} if found.fix else {}
-    return {**asdict(found), "verdict": found.verdict, "message": found.message, **code}
+    code = {"code": outcome.code} if outcome.fix else {}
+    return {**asdict(outcome), "verdict": outcome.verdict, "message": outcome.message, **code}
 
 
-def _table(found: HeadCheck) -> RenderableType:
+def _table(outcome: HeadCheck) -> RenderableType:
     """Acceptance by depth for every way to read the head."""
-    depth = len(found.stated.by_depth)
+    depth = len(outcome.stated.by_depth)
     title = (
-        f"{found.head} ({found.drafter}): greedy chains at {found.stated.num_positions} positions of the target's own "
-        "text; share accepted to each depth (of those accepted to the depth before)"
+        f"{outcome.head} ({outcome.drafter}): greedy chains at {outcome.stated.num_positions} positions of the "
+        "target's own text; share accepted to each depth (of those accepted to the depth before)"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("read as", overflow="fold")
     for column in (*(f"depth {d}" for d in range(1, depth + 1)), "tokens\na round", "gain"):
         table.add_column(column, justify="right")
-    table.add_row("stated in the files", *_cells(found.stated), "")
-    for trial in found.trials:
-        style = "bold" if found.fix and trial.options == found.fix else None
+    table.add_row("stated in the files", *_cells(outcome.stated), "")
+    for trial in outcome.trials:
+        style = "bold" if outcome.fix and trial.options == outcome.fix else None
         if trial.acceptance is None:
             table.add_row(trial.meaning, *["-"] * (depth + 1), "cannot be read so", style="dim")
         else:

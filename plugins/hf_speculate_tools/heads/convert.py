@@ -172,13 +172,13 @@ def convert(
             check_target(engine, files.text_config.model_type)
     assert layout is not None
     saved, report = convert_checkpoint(source, destination, layout, files, out_type=outtype)
-    found = {**asdict(saved), "destination": str(destination), "keys": asdict(report)}
+    facts = {**asdict(saved), "destination": str(destination), "keys": asdict(report)}
     started = ""
     if engine is not None:
         served = target_path(target) if target is not None else saved.base_model if files is None else files.name
-        found["command"] = start_command(engine, saved.algorithm, user_path(destination), served)
-        started = f"\n\n{found['command']}"
+        facts["command"] = start_command(engine, saved.algorithm, user_path(destination), served)
+        started = f"\n\n{facts['command']}"
     if json_only:
-        say_json(found)
+        say_json(facts)
     else:
         say(f"{report}\nwritten to {destination} in the {saved.layout} layout{started}")

@@ -47,12 +47,15 @@ def keep_layers(
     depth = text_config(read_config(str(folder))).get("num_hidden_layers")
     if not isinstance(depth, int):
         raise _not_a_model(folder)
-    found = Source.find(source, depth)
-    names = keep(found, folder)
+    checkpoint = Source.find(source, depth)
+    names = keep(checkpoint, folder)
     if json_only:
-        say_json({"folder": str(folder), "source": found.name, "layout": found.layout.name, "tensors": names})
+        say_json({"folder": str(folder), "source": checkpoint.name, "layout": checkpoint.layout.name, "tensors": names})
     elif names:
-        say(f"added {len(names)} tensors of {found.num_layers} draft layer(s), {found.layout.name} names, to {folder}")
+        say(
+            f"added {len(names)} tensors of {checkpoint.num_layers} draft layer(s), {checkpoint.layout.name} names, "
+            f"to {folder}"
+        )
     else:
         say(f"{folder} has its draft layers already")
 

@@ -137,8 +137,8 @@ def _write(folder: str | os.PathLike, data: ModelCardData, body: str) -> None:
 
 def _named_target(text: str) -> str | None:
     """The target that a generated card names."""
-    found = re.search(r'AutoTokenizer\.from_pretrained\("([^"]+)"\)', text)
-    return None if found is None or found[1] == _UNKNOWN_TARGET else found[1]
+    match = re.search(r'AutoTokenizer\.from_pretrained\("([^"]+)"\)', text)
+    return None if match is None or match[1] == _UNKNOWN_TARGET else match[1]
 
 
 def is_generated(path: str | os.PathLike) -> bool:

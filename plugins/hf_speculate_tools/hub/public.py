@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_list(value: Any) -> list[Any]:
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else []
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else []
 
 
 def _settings(value: Any) -> Any:
@@ -129,7 +129,7 @@ _FIELDS: Fields = {
     "data": {"train": _DATA, "eval": _DATA},
     "head": _each("method", "trained_parameters", "draft_vocabulary"),
     "batch": _each("rows_a_step"),
-    "sessions": lambda value: [_allowed(_SESSION, each) for each in value] if isinstance(value, list) else [],
+    "sessions": lambda value: [_allowed(_SESSION, session) for session in value] if isinstance(value, list) else [],
     "training": {
         **_each("steps", "epochs", "tokens", "last_loss", "seconds", "processes", "best_step"),
         "best_metric": _settings,

@@ -51,15 +51,15 @@ def published_files(folder: str | os.PathLike, *, origins_only: bool = False) ->
         CheckpointError: no drafter recognises the folder; a file of the drafter's is a link, a pipe or a device.
     """
     own = () if origins_only else drafter_class_for(os.fspath(folder)).files(os.fspath(folder))
-    found, problems = {name: own_file(folder, name) for name in own}, set()
+    files, problems = {name: own_file(folder, name) for name in own}, set()
     for name in ORIGINS if origins_only else (CARD_FILE, *ORIGINS):
         try:
-            found.setdefault(name, own_file(folder, name))
+            files.setdefault(name, own_file(folder, name))
         except CheckpointError as error:  # the same one for every file of a linked folder
             problems.add(str(error))
     for problem in sorted(problems):
         logger.warning(f"left out: {problem}")
-    return {name: path for name, path in found.items() if path is not None}
+    return {name: path for name, path in files.items() if path is not None}
 
 
 def copy_published(files: Mapping[str, Path], destination: str | os.PathLike, **added: Any) -> None:
@@ -104,14 +104,14 @@ def card_facts(folder: str | os.PathLike, saved: SavedHead | None = None) -> dic
     Raises:
         CheckpointError: no drafter recognises the folder.
     """
-    found = read_provenance(folder) or {}
+    provenance = read_provenance(folder) or {}
     facts = asdict(saved or drafter_class_for(os.fspath(folder)).describe(os.fspath(folder)))
-    facts["base_model"] = facts["base_model"] or section(found, "target").get("name")
-    recipe, data = section(found, "recipe"), section(found, "recipe", "data")
-    figures = {name: value for name, value in section(found, "metrics").items() if "acceptance" in name}
+    facts["base_model"] = facts["base_model"] or section(provenance, "target").get("name")
+    recipe, data = section(provenance, "recipe"), section(provenance, "recipe", "data")
+    figures = {name: value for name, value in section(provenance, "metrics").items() if "acceptance" in name}
     facts["metrics"] = {name.removeprefix("eval_"): value for name, value in figures.items() if _is_figure(value)}
     if facts["metrics"] and (source := data.get("eval") or data.get("train")):
-        facts["measured_on"] = f"{found.get('evaluation_prompts', 'the')} held-out prompts of {Path(source).name}"
+        facts["measured_on"] = f"{provenance.get('evaluation_prompts', 'the')} held-out prompts of {Path(source).name}"
     if recipe:
         facts["notes"] = section(recipe, "output").get("notes") or _notes(recipe)
     return facts
@@ -214,7 +214,7 @@ def recorded_card(folder: str | os.PathLike, repo_id: str | None = None) -> bool
 
 def _is_figure(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
-    return all(isinstance(each, int | float) for each in values)
+    return all(isinstance(item, int | float) for item in values)
 
 
 def _notes(recipe: Mapping[str, Any]) -> str:
