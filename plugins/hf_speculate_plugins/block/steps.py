@@ -20,15 +20,8 @@ from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import (
-    CapturedForwards,
-    HeadCache,
-    LoadedHead,
-    Place,
-    form_of,
-    log_noise_of,
-    request_inputs,
-)
+from ..draft_graph import form_of, log_noise_of, request_inputs
+from ..heads import CapturedForwards, HeadCache, LoadedHead, Place
 from ..trees import best_tree
 from .head import BlockHead, block_masks
 from .scores import BlockRequest, BlockScores, num_children

@@ -12,33 +12,36 @@ as many tokens as a whole accepted path has.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.attention import CapturedMetadata, prompt_starts, tree_backends
+from hf_speculate.attention import prompt_starts, tree_backends
 from hf_speculate.cache import PreallocatedLayer, as_cache
-from hf_speculate.drafting import DraftRequest, DraftState, Warpers, rank_children
-from hf_speculate.forward import AcceptedPath, Scorer, problem_with_capture, problem_with_graph
-from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of, static_cache
+from hf_speculate.drafting import DraftRequest, DraftState, Warpers
+from hf_speculate.forward import Scorer, problem_with_capture, problem_with_graph
+from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of
 from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
-from hf_speculate.transfers import copy_to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import form_of, request_inputs
+from ..draft_graph import (
+    CapturedRanking,
+    DraftPlan,
+    DraftResult,
+    SlotPlace,
+    TextSlots,
+    first_nodes,
+    form_of,
+    graph_depths,
+    request_inputs,
+    result_of,
+    rows_of_plan,
+    states_at,
+)
 from ..trees import Frontier, grow_tree, num_candidates
 from .options import DraftModelOptions
-
-
-# Columns of a draft's plan: entries of a row's text, position of the next one, number of tokens to read, root id, depth
-# of the draft; then the tokens to read.
-_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _TOKENS = range(6)
-
-# Levels of captured drafts.
-_DEPTHS = (2, 4, 8)
 
 
 def model_draft(
@@ -51,108 +54,74 @@ def model_draft(
     depth: int,
     top_k: int,
     max_nodes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads committed tokens and grows a dynamic tree after the last one: tokens, parents and values [B, n].
+) -> DraftResult:
+    """Reads committed tokens and grows a dynamic tree after the last one.
 
     Args:
-        inputs: `plan` [B, 5 + J]; `prompt` [B, M], False for padding of the prompt; `starts` [B], the number of padding
-            entries of each row, if the kernel for trees computes attention; `noise` [D, B, V] if the request samples.
+        inputs: those of `TextSlots`, whose plan ends with the tokens; `request_inputs`.
         vocab_size: number of token ids that may be drafted.
         groups: query heads for each KV head if masks are folded (`fold`), else 1.
     """
-    plan = inputs["plan"]
-    levels = _Levels(model, stacks, inputs, warpers, vocab_size, groups)
+    plan = DraftPlan(inputs["plan"])
+    levels = SlotLevels(model, TextSlots(stacks, inputs), inputs, warpers, vocab_size, groups)
     tree = grow_tree(
-        plan[:, _ROOT],
-        levels.read()[:, 0],
+        plan.roots,
+        levels.read(plan.own, plan.counts)[:, 0],
         levels.expand,
         depth=depth,
         top_k=top_k,
         max_nodes=max_nodes,
-        limit=plan[:1, _LIMIT],
+        limit=plan.limit,
     )
-    levels.clear((depth - 1) * top_k)
-    assert isinstance(tree.parents, Tensor)
-    assert tree.values is not None
-    return tree.token_ids, tree.parents, tree.values
+    levels.slots.drop()
+    return result_of(tree)
 
 
-@dataclass
-class _Levels:
+class SlotLevels:
     """The forwards of `model_draft`, which has the same arguments."""
 
-    model: Any
-    stacks: Stacks
-    inputs: dict[str, Tensor]
-    warpers: Warpers
-    vocab_size: int
-    groups: int
+    def __init__(
+        self,
+        model: Any,
+        slots: TextSlots,
+        inputs: dict[str, Tensor],
+        warpers: Warpers,
+        vocab_size: int,
+        groups: int,
+    ):
+        self.slots = slots
+        self._model, self._vocab_size, self._groups = model, vocab_size, groups
+        self._rank = CapturedRanking(inputs, vocab_size, warpers)
 
-    def __post_init__(self) -> None:
-        self.plan = self.inputs["plan"]
-        self.lengths, self.positions = self.plan[:, _LENGTH], self.plan[:, _POSITION]
-
-    def read(self) -> Float[Tensor, "B 1 C"]:
-        """Scores of the root's children. Appends the committed tokens, in each row at the end of its text."""
-        plan, device = self.plan, self.plan.device
-        tokens, counts = plan[:, _TOKENS:], plan[:, _COUNT]
-        steps = torch.arange(tokens.shape[1], device=device, dtype=torch.long)
-        slots = self.lengths.max() + steps
-        causal = (steps[:, None] >= steps)[None]
-        logits = self._run(tokens, self.positions[:, None] + steps, slots, slots, causal)
-        if len(plan) > 1:  # one row has its entries at their place already
-            AcceptedPath(steps.expand_as(tokens), counts).move(self.stacks, slots[0], self.lengths)
-        self.lengths, self.positions = self.lengths + counts, self.positions + counts
-        last = logits[torch.arange(len(plan), device=device, dtype=torch.long), counts - 1]
-        return self._scores(last[:, None], 0)
+    def read(self, tokens: Int[Tensor, "B J"], counts: Int[Tensor, " B"]) -> Float[Tensor, "B 1 C"]:
+        """Appends committed tokens to the text; returns scores of the root's children."""
+        count = tokens.shape[1]
+        logits = self._run(tokens, self.slots.next_place(count))
+        self.slots.keep(counts, count)
+        return self._scores(states_at(logits, counts - 1)[:, None], 0)
 
     def expand(self, frontier: Frontier) -> Float[Tensor, "B F C"]:
         """Scores of the children of a level."""
-        first, forest = frontier.num_cached, frontier.forest
-        tokens = forest.token_ids[:, first:]
-        slots = self.lengths.max() + torch.arange(forest.num_nodes, device=tokens.device, dtype=torch.long)
-        positions = (self.positions[:, None] + frontier.depth - 1).expand(tokens.shape)
-        logits = self._run(tokens, positions, slots[first:], slots, forest.plan.ancestors[:, first:])
+        tokens = frontier.forest.token_ids[:, frontier.num_cached :]
+        logits = self._run(tokens, self.slots.node_place(frontier.forest.plan, tokens.shape[1]))
         return self._scores(logits, frontier.depth)
 
-    def clear(self, num_nodes: int) -> None:
-        """Clears the entries of the draft, which stay unseen in the buffers. Their weight is 0, but 0 x NaN is NaN."""
-        slots = self.lengths.max() + torch.arange(num_nodes, device=self.lengths.device, dtype=torch.long)
-        for stack in self.stacks:
-            stack.index_fill_(3, slots, 0)
-
-    def _run(
-        self,
-        tokens: Int[Tensor, "B N"],
-        positions: Int[Tensor, "B N"],
-        slots: Int[Tensor, " N"],
-        seen_slots: Int[Tensor, " S"],
-        seen: Bool[Tensor, "R N S"],
-    ) -> Float[Tensor, "B N W"]:
-        """Logits of tokens that see the text, and of the entries after it those in `seen`.
-
-        Args:
-            slots: index of each token's entry.
-            seen_slots: indices of the entries that `seen` is about.
-        """
-        starts = self.inputs.get("starts")
-        metadata = CapturedMetadata(self.inputs["prompt"], self.lengths, seen_slots, seen, starts)
-        form = "kernel" if starts is not None else "folded" if self.groups > 1 else "stock"
-        with metadata.masking(form, self.groups, self.stacks[0].dtype) as mask:
-            output = self.model(
+    def _run(self, tokens: Int[Tensor, "B N"], place: SlotPlace) -> Float[Tensor, "B N W"]:
+        """Logits of tokens."""
+        form = "kernel" if place.metadata.starts is not None else "folded" if self._groups > 1 else "stock"
+        with place.metadata.masking(form, self._groups, self.slots.stacks[0].dtype) as mask:
+            output = self._model(
                 input_ids=tokens,
-                position_ids=positions,
+                position_ids=place.positions,
                 attention_mask=mask,
-                **as_cache(static_cache(self.stacks, slots)),
+                **as_cache(place.cache),
                 use_cache=True,
                 return_dict=True,
             )
-        return output.logits[..., : self.vocab_size]
+        return output.logits[..., : self._vocab_size]
 
     def _scores(self, logits: Tensor, depth: int) -> Tensor:
-        noise = self.inputs.get("noise")
-        log_noise = None if noise is None else noise[depth, :, : logits.shape[-1]].log()
-        scores = rank_children(logits, log_noise, self.warpers)
+        scores = self._rank(logits, depth)
         return scores.nan_to_num(nan=0.0, neginf=-torch.inf)  # a tree sorts by value, and NaN would come first
 
 
@@ -229,10 +198,8 @@ class CapturedDrafts:
             return None
         scorer.cache.has_moved = True
         scorer.cache.keep([range(len(tokens)) for tokens in new])
-        tokens, parents, values = (part[:, : 1 + num_candidates(depth, top_k)] for part in result)
-        if top_k == 1:
-            return DraftTree.chain(tokens, values)
-        return DraftTree(tokens, parents, max_depth=depth, values=values)
+        tree = first_nodes(result, num_candidates(depth, top_k), depth)
+        return DraftTree.chain(tree.token_ids, tree.values) if top_k == 1 else tree
 
     @property
     def _layers(self) -> list[Any]:
@@ -250,8 +217,7 @@ class CapturedDrafts:
             capacity = capacity_for(end + self._num_read + (levels - 1) * top_k)
             return batch_size, capacity, shape, *form, *form_of(state)
 
-        deepest = self._options.depth
-        return [key_of(min(levels, deepest)) for levels in (*_DEPTHS, deepest) if levels >= depth]
+        return [key_of(levels) for levels in graph_depths(depth, self._options.depth)]
 
     def _arguments(
         self, key: Any, new: Sequence[Sequence[int]], positions: Sequence[int], state: DraftState, depth: int
@@ -259,14 +225,9 @@ class CapturedDrafts:
         """The arguments of `model_draft`, its inputs in buffers."""
         (batch_size, capacity, shape), device, lengths = key[:3], self._scorer.device, self._scorer.cache.lengths
         stacks, buffers = self._lease.place(self._layers, capacity), self._lease.buffers(batch_size, capacity)
-        rows = []
-        for length, position, tokens, root in zip(lengths, positions, new, state.root_ids.tolist(), strict=True):
-            padding = [tokens[-1]] * (self._num_read - len(tokens))
-            rows.append([length, position, len(tokens), root, depth, *tokens, *padding])
-        plan = buffers.tensor(
-            ("draft plan", self._num_read), (batch_size, _TOKENS + self._num_read), torch.long, device
-        )
-        inputs = {"plan": copy_to_device(rows, plan)}
+        padded = [[*tokens, *[tokens[-1]] * (self._num_read - len(tokens))] for tokens in new]
+        rows = rows_of_plan(lengths, positions, map(len, new), state.root_ids, depth, padded)
+        inputs = {"plan": DraftPlan.place(buffers, rows, device)}
         if self._starts is not None:
             inputs["starts"] = self._prompts.place_starts(buffers, self._starts, device)
         inputs["prompt"] = self._prompts.place(buffers, (batch_size, capacity), device, self._prompt_mask)

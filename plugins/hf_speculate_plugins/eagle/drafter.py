@@ -15,6 +15,7 @@ from hf_speculate.target import GenerativeModel
 from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree, TreePlan
 
+from ..draft_graph import states_at
 from ..heads import HeadCache, HeadDrafter, HeadSession, LoadedHead
 from ..trees import best_tree, slot_log_probs, slot_scores, trimmed
 from .captured import CapturedSteps
@@ -135,7 +136,7 @@ class EagleSession(HeadSession[Any]):
         hidden = steps.entries(token_ids, self._loaded.head.fuse(features))
         head_cache.keep(lengths)
         last = to_device([max(length, 1) - 1 for length in lengths], hidden.device)
-        return hidden[torch.arange(len(lengths), device=hidden.device, dtype=torch.long), last]
+        return states_at(hidden, last)
 
     def _root(self) -> Tensor:
         """States of the entry committed last, after all pending entries were read."""

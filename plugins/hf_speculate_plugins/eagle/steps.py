@@ -1,7 +1,7 @@
-"""Forwards of an EAGLE session over one head cache: read entries, run a level, grow a tree.
+"""Forwards of an EAGLE session over one cache: read entries, run a level, grow a tree.
 
-Forwards append entries; the session selects which of them stay. They are the reference for those of `captured` and
-`native`.
+Forwards append entries; the session selects which of them stay. `eagle_tree` grows the trees of eager and of captured
+drafts. The kernel's drafts (`native`) are compared with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_speculate.drafting import DraftState
 from hf_speculate.tree import DraftTree, TreePlan
 
 from ..heads import CachedAttention, FeedingHead, HeadCache, LoadedHead
-from ..trees import Frontier, grow_tree
+from ..trees import Frontier, ShouldContinue, grow_tree
 from .spec import TreeSize
 
 
@@ -30,6 +30,9 @@ Native = Callable[[Tensor, Tensor, Tensor, Cache, Sequence[Tensor | None]], Tens
 
 RunLevel = Callable[[Tensor, Tensor, TreePlan], tuple[Tensor, Tensor]]
 """`PlainSteps.level`."""
+
+Rank = Callable[[Tensor, int], Tensor]
+"""(logits [B, F, Vd], depth of the nodes) -> scores of their children (`DraftState.child_scores`)."""
 
 # Entries of a prompt that are run at once: a mask of the whole prompt would be quadratic in its length.
 _CHUNK = 1024
@@ -61,7 +64,7 @@ class PlainSteps:
 
     def tree(self, root: Float[Tensor, "B Hd"], state: DraftState, size: TreeSize) -> DraftTree:
         """A dynamic tree after the entry committed last, whose states are `root`."""
-        return tree_of_levels(self._loaded, self.level, root, state, size)
+        return drafted_tree(self._loaded, self.level, root, state, size)
 
     def tree_after(
         self, pending: Pending, state: DraftState, size: TreeSize, root: Tensor | None = None
@@ -117,29 +120,67 @@ def read_prompt(
     return hidden[:, -1]
 
 
-def tree_of_levels(
+def drafted_tree(
     loaded: LoadedHead[Any], level: RunLevel, root: Tensor, state: DraftState, size: TreeSize
 ) -> DraftTree:
-    """A dynamic tree, level by level; for the other arguments see `PlainSteps.tree`."""
-    target_ids = loaded.target_ids
-    logits, fed_back = loaded.head.read(root[:, None])
+    """`eagle_tree` for a round; for the other arguments see `PlainSteps.tree`."""
 
-    def expand(frontier: Frontier) -> Tensor:
-        nonlocal fed_back
-        tokens = frontier.forest.token_ids[:, frontier.num_cached :]
-        logits, fed_back = level(tokens, parent_states(fed_back, frontier.previous_index), frontier.forest.plan)
-        return state.child_scores(logits, frontier.depth, target_ids)
+    def rank(logits: Tensor, depth: int) -> Tensor:
+        return state.child_scores(logits, depth, loaded.target_ids)
 
+    return eagle_tree(
+        loaded.head, level, rank, root, state.root_ids, size, loaded.target_ids, should_continue=state.should_continue
+    )
+
+
+def eagle_tree(
+    head: FeedingHead[Any],
+    level: RunLevel,
+    rank: Rank,
+    root: Float[Tensor, "B Hd"],
+    root_ids: Int[Tensor, " B"],
+    size: TreeSize,
+    target_ids: Int[Tensor, " Vd"] | None,
+    limit: Int[Tensor, 1] | None = None,
+    should_continue: ShouldContinue | None = None,
+) -> DraftTree:
+    """Grows a dynamic tree level by level, eagerly or in a captured draft.
+
+    Args:
+        level: function that runs a level of the forest.
+        rank: function that scores children.
+        root: states of the entry committed last, which rank the root's children.
+        root_ids: token of each row's root.
+        target_ids: target id of each draft id; None where they are the same.
+        limit, should_continue: see `grow_tree`.
+    """
+    levels = _Levels(head, level, rank, root)
     return grow_tree(
-        state.root_ids,
-        state.child_scores(logits, 0, target_ids)[:, 0],
-        expand,
+        root_ids,
+        levels.root_scores,
+        levels.expand,
         depth=size.depth,
         top_k=size.width,
         max_nodes=size.max_nodes,
         token_ids=target_ids,
-        should_continue=state.should_continue,
+        limit=limit,
+        should_continue=should_continue,
     )
+
+
+class _Levels:
+    """The levels of `eagle_tree`, which has the same arguments; it keeps the states that the next level takes."""
+
+    def __init__(self, head: FeedingHead[Any], level: RunLevel, rank: Rank, root: Tensor):
+        self._level, self._rank = level, rank
+        logits, self._fed_back = head.read(root[:, None])
+        self.root_scores = rank(logits, 0)[:, 0]
+
+    def expand(self, frontier: Frontier) -> Tensor:
+        forest = frontier.forest
+        states = parent_states(self._fed_back, frontier.previous_index)
+        logits, self._fed_back = self._level(forest.token_ids[:, frontier.num_cached :], states, forest.plan)
+        return self._rank(logits, frontier.depth)
 
 
 def parent_states(states: Float[Tensor, "B P Hd"], index: Int[Tensor, "B F"]) -> Float[Tensor, "B F Hd"]:

@@ -4,9 +4,6 @@ The drafters and sessions of methods are built on these; nothing here knows a me
 """
 
 from .captured import CapturedForwards as CapturedForwards
-from .captured import form_of as form_of
-from .captured import log_noise_of as log_noise_of
-from .captured import request_inputs as request_inputs
 from .drafter import HeadDrafter as HeadDrafter
 from .drafter import HeadSession as HeadSession
 from .drafter import LoadedDrafter as LoadedDrafter

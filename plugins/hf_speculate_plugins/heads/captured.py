@@ -6,17 +6,15 @@ entries, and everything else that changes comes in as tensors at addresses that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from hf_speculate.attention import kernel_fits, prompt_starts, tree_backends
 from hf_speculate.cache import PreallocatedLayer
-from hf_speculate.drafting import DraftState
 from hf_speculate.forward import NODE_BUCKETS, width_for
 from hf_speculate.graphs import (
     Buffers,
@@ -125,33 +123,6 @@ class CapturedForwards:
         """`GraphRunner.run` for this head, with the attention backends of our forwards."""
         with tree_backends(self._head.device):
             return self._runner.run(self._head, self._head.device, key, function, arguments, plain)
-
-
-def request_inputs(
-    buffers: Buffers, state: DraftState, depth: int, device: torch.device, target_ids: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Inputs of a compiled draft: `noise` [D, B, V] if the request samples, `target_ids` [Vd] if there are any."""
-    inputs = {} if target_ids is None else {"target_ids": target_ids}
-    if state.samples:
-        shape = depth, len(state.root_ids), state.num_columns
-        inputs["noise"] = buffers.tensor(("noise", depth), shape, torch.float32, device)
-        state.fill_noise(inputs["noise"])
-    return inputs
-
-
-def log_noise_of(inputs: Mapping[str, Any], width: int) -> Float[Tensor, "D B C"] | None:
-    """Logarithms of the noise in `request_inputs`, at up to `width` draft tokens; None for a greedy request."""
-    if (noise := inputs.get("noise")) is None:
-        return None
-    target_ids = inputs.get("target_ids")
-    return (noise if target_ids is None else noise[..., target_ids])[..., :width].log()
-
-
-def form_of(state: DraftState) -> tuple[bool, str]:
-    """The part of a graph's key that the choice of tokens decides: whether the request samples, and its warpers."""
-    if not state.samples:
-        return False, ""
-    return True, str([(type(warper).__name__, vars(warper)) for warper in state.warpers])
 
 
 def problem_with_head(head: SharingHead[Any]) -> str:

@@ -18,7 +18,7 @@ from hf_speculate.graphs import Buffers, GraphRunner, SetKey, pool_of
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
-from ..heads import form_of, log_noise_of, request_inputs
+from ..draft_graph import form_of, log_noise_of, request_inputs, states_at
 from ..trees import best_log_probs, slot_scores
 from .head import HeadForward, MedusaHeads, QuantizedHeadForward, QuantizedOutputs
 from .tree import StaticTree, TreeTensors, tree_tensors
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
 
     def newest(self) -> Float[Tensor, "B H"]:
         """The newest state of every row."""
-        return _states_at(self.states, to_device(self.last, self.states.device))
+        return states_at(self.states, to_device(self.last, self.states.device))
 
 
 def max_seen(num_heads: int) -> int:
@@ -99,10 +99,6 @@ def filled(
     return torch.cat([roots[:, None], tokens], dim=1), values
 
 
-def _states_at(states: Float[Tensor, "B J H"], index: Int[Tensor, " B"]) -> Float[Tensor, "B H"]:
-    return states[torch.arange(len(states), device=states.device, dtype=torch.long), index]
-
-
 # Columns of a draft's plan: root id, index of the newest state.
 _ROOT, _LAST = range(2)
 
@@ -122,7 +118,7 @@ def medusa_draft(
         inputs: `plan` [B, 2]; `features` [B, J, H], of which one is the newest state of a row; `request_inputs`.
     """
     plan, token_ids = inputs["plan"], inputs.get("target_ids")
-    logits = heads(_states_at(inputs["features"], plan[:, _LAST]), lm_head, depth)
+    logits = heads(states_at(inputs["features"], plan[:, _LAST]), lm_head, depth)
     log_noise = log_noise_of(inputs, logits.shape[-1])
     return filled(form, num_ranks, plan[:, _ROOT], logits, log_noise, warpers, token_ids)
 
