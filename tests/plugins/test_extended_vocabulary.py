@@ -32,7 +32,10 @@ from ..support.heads import (
     write_head,
     write_medusa_heads,
 )
-from ..support.tiers import quick_quarter
+from ..support.tiers import quick, quick_quarter
+
+
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
 
 def _eagle(layout):
@@ -100,7 +103,7 @@ def test_texts_without_new_tokens_have_the_same_drafts(tmp_path, prompt, drafts,
 
 @pytest.mark.parametrize("name", quick_quarter(DRAFTERS))
 @pytest.mark.parametrize(
-    "sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 40}], ids=str
+    "sampling", quick([{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 40}]), ids=str
 )
 def test_new_tokens_are_read_and_never_drafted(tmp_path, prompt, drafts, name, sampling):
     model, batch = extended_target(factor=2.0), batch_of(prompt, 3)

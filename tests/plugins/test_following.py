@@ -21,6 +21,8 @@ from ..support.pretended_device import PretendedDevice
 from ..support.tiers import quick
 
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 KINDS = ("mtp", "mtp rows", "eagle1", "safeailab", "speculators", "dspark", "reduced", "domino", "medusa1", "v2")
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
@@ -61,7 +63,7 @@ def counts(speculator):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", quick(DTYPES, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
 def test_a_head_follows_its_target_to_another_dtype_and_back(made, prompt, kind, dtype):
     model, speculator_of = made(kind)
     speculator, ids = speculator_of(), prompt(9)
@@ -88,7 +90,10 @@ def test_an_attached_speculator_follows(made, prompt):
     assert torch.equal(text, model.generate(prompt(9), **PLAIN))
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle1", "safeailab", "dspark", "reduced", "medusa1", "v2"])
+@pytest.mark.parametrize(
+    "kind",
+    quick(["mtp", "eagle1", "safeailab", "dspark", "reduced", "medusa1", "v2"], "mtp", "safeailab", "dspark", "v2"),
+)
 def test_a_head_follows_its_target_to_a_device_and_back(made, prompt, kind):
     model, speculator_of = made(kind)
     speculator, ids = speculator_of(), prompt(9)

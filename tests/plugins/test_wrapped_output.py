@@ -17,6 +17,9 @@ from ..support.block_heads import random_block
 from ..support.heads import target, write_head, write_medusa_heads
 
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
+
 HEADS = {
     "eagle1": lambda folder: write_head(folder, "eagle1"),
     "eagle3": lambda folder: write_head(folder, "safeailab"),

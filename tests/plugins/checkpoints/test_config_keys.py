@@ -16,6 +16,7 @@ from hf_speculate_plugins.medusa.loading import read_heads
 
 from ...support.block_heads import KINDS, random_block
 from ...support.heads import EAGLE_LAYOUTS, MEDUSA_LAYOUTS, target, write_head, write_medusa_heads
+from ...support.tiers import quick_quarter
 
 
 # What says nothing of the forward pass over tokens.
@@ -84,11 +85,11 @@ def places(config, path=()):
             yield from places(config[key], (*path, key))
 
 
-@pytest.fixture(params=HEADS)
-def opened(request, tmp_path):
+@pytest.fixture(scope="module", params=quick_quarter(HEADS))
+def opened(request, tmp_path_factory):
     """A head's config, and what is read when it has another one."""
     write, read = HEADS[request.param]
-    folder = write(tmp_path / "head")
+    folder = write(tmp_path_factory.mktemp("checkpoint") / "head")
     path = Path(folder, "config.json")
     config = json.loads(path.read_text())
 

@@ -33,7 +33,7 @@ REQUEST = {"max_new_tokens": 32, **GREEDY}
 SHAPES = {"chain": {"depth": 5}, "tree": {"depth": 3, "top_k": 3, "max_nodes": 9}}
 KINDS = ["cpu", "pretended device"]
 LENGTHS = pytest.mark.parametrize("lengths", [(12,), (9, 4, 13)], ids=["1 row", "3 rows left padded"])
-SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+SAMPLING = pytest.mark.parametrize("sampling", quick([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
 
