@@ -78,6 +78,8 @@ def test_captured_rounds_give_plain_text_with_few_waits(device, replays, prompt,
     texts, costs = rounds_of(device, model, speculator, batch, request)
     assert texts == expected
     assert not speculator.stats.fallbacks
+    assert set(speculator.stats.target_runners) == {"graph"}
+    assert max(speculator.stats.draft_runners, default="") == ("" if name == "prompt_lookup" else "graph")
     # Rounds whose sizes have all been captured, and before drafts are cut at the end.
     under_way = [cost for cost in costs[len(costs) // 2 :] if cost[3] > DEPTH] or costs[-3:-2]
     assert {waits for waits, *_ in under_way} == {DRAFTERS[name].waits}

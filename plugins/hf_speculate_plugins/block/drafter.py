@@ -44,9 +44,10 @@ class BlockSession(HeadSession[BlockHead]):
             return
         head_cache = self._begin(tokens)
         last = read_prompt(head, head_cache, head.join(states))
-        self._steps = PlainSteps(self._loaded, head_cache, self.options, last)
+        record = self._request.record
+        self._steps = PlainSteps(self._loaded, head_cache, self.options, last, record)
         if self._runner is not None:
-            self._steps = CapturedSteps(self._steps, self._loaded, head_cache, self.options, self._runner)
+            self._steps = CapturedSteps(self._steps, self._loaded, head_cache, self.options, self._runner, record)
 
     @torch.no_grad()
     def draft(self, state: DraftState) -> DraftTree:

@@ -17,6 +17,7 @@ from hf_speculate.attention import text_entries
 from hf_speculate.drafting import DraftState, Warpers
 from hf_speculate.forward import AcceptedPath
 from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
+from hf_speculate.stats import EAGER, RunnerRecord
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
@@ -35,8 +36,16 @@ class PlainSteps:
         last: state of each row's last context entry [B, H]. Only heads with a lattice keep it up to date.
     """
 
-    def __init__(self, loaded: LoadedHead[BlockHead], head_cache: HeadCache, options: BlockOptions, last: Tensor):
+    def __init__(
+        self,
+        loaded: LoadedHead[BlockHead],
+        head_cache: HeadCache,
+        options: BlockOptions,
+        last: Tensor,
+        record: RunnerRecord,
+    ):
         self._loaded, self._head_cache, self._options, self.last = loaded, head_cache, options, last
+        self._record = record
 
     @torch.no_grad()
     def context(self, features: Sequence[Float[Tensor, "B J Ht"]], lengths: Sequence[int]) -> None:
@@ -69,6 +78,7 @@ class PlainSteps:
         """States of all slots after the entries that were read."""
         head = self._loaded.head
         positions, masks = block_place(head, self._head_cache)
+        self._record.ran(EAGER)
         return head(head.block_ids(anchors), positions, head.attention(self._head_cache.tree_cache.cache, masks))
 
 

@@ -23,6 +23,7 @@ from hf_speculate.cache import PreallocatedLayer, as_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.forward import Scorer, problem_with_capture, problem_with_graph
 from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of
+from hf_speculate.stats import GRAPH
 from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
 from hf_speculate.tree import DraftTree
 
@@ -196,6 +197,7 @@ class CapturedDrafts:
             result = self._runner.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None)
         if result is None:
             return None
+        scorer.record.ran(GRAPH)
         scorer.cache.has_moved = True
         scorer.cache.keep([range(len(tokens)) for tokens in new])
         tree = first_nodes(result, num_candidates(depth, top_k), depth)

@@ -52,7 +52,7 @@ class DraftModelSession(DraftSession):
         )
         num_prompt, self._has_text = prompt.shape[1], text is not None
         self.cache = self._resumed(text) or TreeCache(cache, batch_size)
-        self.scorer = Scorer(self.model, self.cache, mask, shape)
+        self.scorer = Scorer(self.model, self.cache, mask, shape, record=request.record)
         # The target may have tokens that the draft model lacks, usually padding rows. Any other token replaces them.
         self._last_token = self.model.config.get_text_config(decoder=True).vocab_size - 1
         self._prompt, self._prompt_mask = prompt.clamp(max=self._last_token), mask

@@ -108,7 +108,7 @@ class EagleSession(HeadSession[Any]):
         plain = PlainSteps(self._loaded, head_cache, self._recorded)
         if self._runner is None:
             return plain
-        return CapturedSteps(plain, self._loaded, head_cache, self.options, self._runner)
+        return CapturedSteps(plain, self._loaded, head_cache, self.options, self._runner, record)
 
     def _recorded(self, *entries: Any) -> Tensor | None:
         """The states of entries by the kernel, if it computes them. The forward is counted by its runner."""

@@ -27,6 +27,7 @@ from hf_speculate.graphs import (
     padded_mask,
     pool_of,
 )
+from hf_speculate.stats import GRAPH, RunnerRecord
 from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead
@@ -37,9 +38,18 @@ Result = TypeVar("Result")
 
 
 class CapturedForwards:
-    """Captured forwards of one head over one head cache."""
+    """Captured forwards of one head over one head cache. The request's record counts them."""
 
-    def __init__(self, plain: Any, loaded: LoadedHead[Any], head_cache: HeadCache, options: Any, runner: GraphRunner):
+    def __init__(
+        self,
+        plain: Any,
+        loaded: LoadedHead[Any],
+        head_cache: HeadCache,
+        options: Any,
+        runner: GraphRunner,
+        record: RunnerRecord,
+    ):
+        self._record = record
         self._plain, self._head_cache, self._options, self._runner = plain, head_cache, options, runner
         self._loaded, self._head = loaded, loaded.head
         self._cache = head_cache.tree_cache.cache
@@ -121,8 +131,18 @@ class CapturedForwards:
         self, key: Any, function: Any, arguments: Callable[[], tuple[Any, ...]], plain: Callable[[], Result]
     ) -> Any | Result:
         """`GraphRunner.run` for this head, with the attention backends of our forwards."""
+        is_captured = True
+
+        def instead() -> Result:
+            nonlocal is_captured
+            is_captured = False
+            return plain()
+
         with tree_backends(self._head.device):
-            return self._runner.run(self._head, self._head.device, key, function, arguments, plain)
+            result = self._runner.run(self._head, self._head.device, key, function, arguments, instead)
+        if is_captured:
+            self._record.ran(GRAPH)
+        return result
 
 
 def problem_with_head(head: SharingHead[Any]) -> str:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_speculate.stats import EAGER, NATIVE
 from hf_speculate.target import GenerativeModel, unhooked
 
 
@@ -118,7 +119,13 @@ class MedusaHeads(nn.Module):
 
 
 class HeadForward:
-    """Runs the heads of one request."""
+    """Runs the heads of one request.
+
+    Class attributes:
+        runner: runner of the output matrices, which take most of a draft's time.
+    """
+
+    runner = EAGER
 
     def __init__(self, heads: MedusaHeads, lm_head: nn.Module | None):
         self._heads, self._lm_head = heads, lm_head
@@ -129,7 +136,9 @@ class HeadForward:
 
 
 class QuantizedHeadForward(HeadForward):
-    """The forward with output matrices in 8 bits. Reading these matrices takes most of a draft's time."""
+    """The forward with output matrices in 8 bits, which the kernel multiplies."""
+
+    runner = NATIVE
 
     def __init__(self, heads: MedusaHeads, outputs: Sequence[QuantizedLinear]):
         super().__init__(heads, None)

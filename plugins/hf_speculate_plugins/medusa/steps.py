@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.graphs import Buffers, GraphRunner, SetKey, pool_of
+from hf_speculate.stats import GRAPH, RunnerRecord
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
@@ -58,14 +59,15 @@ def max_seen(num_heads: int) -> int:
 class PlainSteps:
     """The draft without compilation; the reference."""
 
-    def __init__(self, heads: MedusaHeads, forward: HeadForward):
-        self._heads, self._forward = heads, forward
+    def __init__(self, heads: MedusaHeads, forward: HeadForward, record: RunnerRecord):
+        self._heads, self._forward, self._record = heads, forward, record
 
     @torch.no_grad()
     def draft(self, seen: Seen, state: DraftState, tree: StaticTree, depth: int) -> DraftTree:
         """The first `depth` levels of `tree`, filled."""
         heads, tree = self._heads, tree.cut(depth)
         logits = self._forward(seen.newest().to(heads.device, heads.dtype), tree.max_depth)
+        self._record.ran(self._forward.runner)
         noise = state.log_noise(range(tree.max_depth), logits.shape[-1], heads.token_ids)
         noise = None if noise is None else noise.transpose(0, 1)
         form, roots = tree_tensors(tree, logits.device), to_device(state.root_ids, logits.device)
@@ -126,8 +128,16 @@ def medusa_draft(
 class CapturedSteps:
     """The draft as one graph with fixed shapes."""
 
-    def __init__(self, plain: PlainSteps, heads: MedusaHeads, lm_head: nn.Module | None, runner: GraphRunner):
+    def __init__(
+        self,
+        plain: PlainSteps,
+        heads: MedusaHeads,
+        lm_head: nn.Module | None,
+        runner: GraphRunner,
+        record: RunnerRecord,
+    ):
         self._plain, self._heads, self._lm_head, self._runner = plain, heads, lm_head, runner
+        self._record = record
         self._sets: dict[SetKey, Buffers] = {}
 
     def draft(self, seen: Seen, state: DraftState, tree: StaticTree, depth: int) -> DraftTree:
@@ -141,6 +151,7 @@ class CapturedSteps:
         result = self._runner.run(heads, heads.device, key, medusa_draft, arguments, lambda: None)
         if result is None:
             return self._plain.draft(seen, state, tree, depth)
+        self._record.ran(GRAPH)
         tree = tree.cut(depth)
         tokens, parents, values = (part[:, : 1 + len(tree.paths)] for part in (result[0], form.parents, result[1]))
         return DraftTree(tokens, parents, max_depth=tree.max_depth, values=values)
@@ -178,13 +189,14 @@ def steps_of(heads: MedusaHeads, quantized: QuantizedOutputs, request: DraftRequ
     """The steps of one request: captured where there is a graph runner, and that is possible and faster."""
     # Looked up here and not kept in the drafter, which would keep the target alive.
     lm_head = request.target.get_output_embeddings() if heads.output_weight is None else None
-    plain, runner = PlainSteps(heads, HeadForward(heads, lm_head)), request.graph_runner
+    runner, record = request.graph_runner, request.record
+    plain = PlainSteps(heads, HeadForward(heads, lm_head), record)
     if runner is not None:
         if not (problem := _problem_with(heads, lm_head, runner)):
-            return CapturedSteps(plain, heads, lm_head, runner)
+            return CapturedSteps(plain, heads, lm_head, runner, record)
         runner.refuse(problem)
     if outputs := quantized.of(request.target):
-        return PlainSteps(heads, QuantizedHeadForward(heads, outputs))
+        return PlainSteps(heads, QuantizedHeadForward(heads, outputs), record)
     return plain
 
 
