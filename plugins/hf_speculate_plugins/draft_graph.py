@@ -147,17 +147,19 @@ class TextSlots:
         self.stacks, self._prompt, self._starts = stacks, inputs["prompt"], inputs.get("starts")
         self.lengths, self.positions = plan.lengths, plan.positions
         self._first = self.lengths.max()
+        self._new: Tensor | None = None
         self._nodes: Tensor | None = None
 
     def next_slots(self, count: int) -> tuple[Int[Tensor, "B N"], Int[Tensor, " N"]]:
         """Positions and slots of `count` entries after the text."""
-        steps = self._steps(count)
+        self._new = steps = self._steps(count)
         return self.positions[:, None] + steps, self._first + steps
 
     def next_place(self, count: int) -> SlotPlace:
         """The place of `count` entries after the text, of which each sees those before it."""
-        steps = self._steps(count)
         positions, slots = self.next_slots(count)
+        steps = self._new
+        assert steps is not None
         return self._place(positions, slots, slots, (steps[:, None] >= steps)[None])
 
     def node_place(self, plan: TreePlan, count: int) -> SlotPlace:
@@ -167,10 +169,11 @@ class TextSlots:
         positions = (self.positions[:, None] + plan.max_depth).expand(-1, count)
         return self._place(positions, slots[first:], slots, plan.ancestors[:, first:])
 
-    def keep(self, counts: Int[Tensor, " B"], width: int) -> None:
-        """Adds the first `counts[r]` of `width` new entries to the text of each row."""
+    def keep(self, counts: Int[Tensor, " B"]) -> None:
+        """Adds the first `counts[r]` of the entries that `next_slots` placed to the text of each row."""
+        assert self._new is not None
         if len(counts) > 1:  # one row has them at their place already
-            path = AcceptedPath(self._steps(width).expand(len(counts), -1), counts)
+            path = AcceptedPath(self._new.expand(len(counts), -1), counts)
             path.move(self.stacks, self._first, self.lengths)
         self.lengths, self.positions = self.lengths + counts, self.positions + counts
         self._first = self.lengths.max()
@@ -198,8 +201,8 @@ def last_states(
     states: Float[Tensor, "B J H"], counts: Int[Tensor, " B"], before: Float[Tensor, "B H"]
 ) -> Float[Tensor, "B H"]:
     """The last of the first `counts[r]` states of each row; for a row without any, that of `before`."""
-    last = states_at(states, (counts - 1).clamp(min=0))
-    return torch.where(counts[:, None] > 0, last, before)
+    ends = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[-1])
+    return torch.where(counts[:, None] > 0, states.gather(1, ends)[:, 0], before)
 
 
 def request_inputs(

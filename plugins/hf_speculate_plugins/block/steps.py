@@ -15,13 +15,22 @@ from transformers.cache_utils import Cache
 
 from hf_speculate.attention import text_entries
 from hf_speculate.drafting import DraftState, Warpers
-from hf_speculate.forward import AcceptedPath
 from hf_speculate.graphs import Buffers, Stacks, capacity_for, static_cache
 from hf_speculate.stats import EAGER, RunnerRecord
-from hf_speculate.transfers import copy_to_device, to_device
+from hf_speculate.transfers import to_device
 from hf_speculate.tree import DraftTree
 
-from ..draft_graph import form_of, log_noise_of, request_inputs
+from ..draft_graph import (
+    DraftPlan,
+    TextSlots,
+    first_nodes,
+    form_of,
+    last_states,
+    log_noise_of,
+    request_inputs,
+    result_of,
+    rows_of_plan,
+)
 from ..heads import CapturedForwards, HeadCache, LoadedHead, Place
 from ..trees import best_tree
 from .head import BlockHead, block_masks
@@ -103,80 +112,50 @@ def append_context(head: BlockHead, cache: Cache, joined: Tensor, positions: Ten
     return states
 
 
-def last_states(
-    states: Float[Tensor, "B J H"], counts: Int[Tensor, " B"], before: Float[Tensor, "B H"]
-) -> Float[Tensor, "B H"]:
-    """The last of the first `counts[r]` states of each row; for a row without any, that of `before`."""
-    ends = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[-1])
-    return torch.where(counts[:, None] > 0, states.gather(1, ends)[:, 0], before)
-
-
-# Columns of a draft's plan: entries of the head's text, position of the next one, number of features to read, root id,
-# depth of the tree, token before the root.
-_LENGTH, _POSITION, _COUNT, _ROOT, _LIMIT, _BEFORE = range(6)
-
-
 def block_draft(
     head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor], warpers: Warpers, depth: int, top_k: int, max_nodes: int
 ) -> tuple[Tensor, ...]:
     """Reads the features of a round, and drafts the best tree of a block.
 
     Args:
-        inputs: `plan` [B, 6]; `prompt` [B, M], False for padding of the prompt; `features` [B, J, W], from
+        inputs: those of `TextSlots`, whose plan ends with the token before the root; `features` [B, J, W], from
             `BlockHead.join`; `last`, see `PlainSteps`; `request_inputs`.
     Returns:
         Tokens, parents and values [B, n], and the new `last` of a head with a lattice.
     """
-    plan, target_ids = inputs["plan"], inputs.get("target_ids")
-    before = plan[:, _BEFORE] if head.spec.reads_before_anchor else None
-    counts, anchors = plan[:, _COUNT], plan[:, _ROOT]
-    states = _read_context(head, stacks, inputs)
-    last = [] if head.spec.lattice is None else [last_states(states, counts, inputs["last"])]
-    lengths, positions = plan[:, _LENGTH] + counts, plan[:, _POSITION] + counts
-    slots = _run_block(head, stacks, inputs["prompt"], anchors, lengths, positions)
+    plan, slots, target_ids = DraftPlan(inputs["plan"]), TextSlots(stacks, inputs), inputs.get("target_ids")
+    before = plan.own[:, 0] if head.spec.reads_before_anchor else None
+    states = _read_context(head, slots, inputs["features"], plan.counts)
+    last = [] if head.spec.lattice is None else [last_states(states, plan.counts, inputs["last"])]
+    block = _run_block(head, slots, inputs["prompt"], plan.roots)
     log_noise = log_noise_of(inputs, head.spec.draft_vocab_size)
     log_noise = None if log_noise is None else log_noise.transpose(0, 1)
-    request = BlockRequest(target_ids, top_k, anchors, log_noise, warpers, before, *last)
-    log_probs_of = BlockScores.of_block(head, request, slots, depth).child_log_probs()
-    tree = best_tree(anchors, log_probs_of, depth=depth, max_nodes=max_nodes, limit=plan[:1, _LIMIT])
-    assert isinstance(tree.parents, Tensor)
-    assert tree.values is not None
-    return tree.token_ids, tree.parents, tree.values, *last
+    request = BlockRequest(target_ids, top_k, plan.roots, log_noise, warpers, before, *last)
+    log_probs_of = BlockScores.of_block(head, request, block, depth).child_log_probs()
+    tree = best_tree(plan.roots, log_probs_of, depth=depth, max_nodes=max_nodes, limit=plan.limit)
+    return *result_of(tree), *last
 
 
-def _read_context(head: BlockHead, stacks: Stacks, inputs: dict[str, Tensor]) -> Float[Tensor, "B J H"]:
+def _read_context(
+    head: BlockHead, slots: TextSlots, features: Float[Tensor, "B J W"], counts: Int[Tensor, " B"]
+) -> Float[Tensor, "B J H"]:
     """Appends the features of a round, in each row at the end of its text; their states."""
-    plan, features = inputs["plan"], inputs["features"]
-    steps, lengths = torch.arange(features.shape[1], device=plan.device, dtype=torch.long), plan[:, _LENGTH]
-    slots = lengths.max() + steps
-    states = append_context(head, static_cache(stacks, slots), features, plan[:, _POSITION, None] + steps)
-    if len(plan) > 1:  # one row has them at their place already
-        along = AcceptedPath(steps.expand(len(plan), -1), plan[:, _COUNT])
-        along.move(stacks, slots[0], lengths)
+    positions, new = slots.next_slots(features.shape[1])
+    states = append_context(head, static_cache(slots.stacks, new), features, positions)
+    slots.keep(counts)
     return states
 
 
 def _run_block(
-    head: BlockHead,
-    stacks: Stacks,
-    prompt: Bool[Tensor, "B M"],
-    anchors: Int[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    positions: Int[Tensor, " B"],
+    head: BlockHead, slots: TextSlots, prompt: Bool[Tensor, "B M"], anchors: Int[Tensor, " B"]
 ) -> Float[Tensor, "B S H"]:
-    """States of all slots of a block, which is written after the longest text.
-
-    Args:
-        lengths: entries of each row's text.
-        positions: position of the next one.
-    """
-    steps, entries = (
-        torch.arange(n, device=prompt.device, dtype=torch.long) for n in (head.spec.block_size, prompt.shape[1])
-    )
-    slots, places = positions[:, None] + steps, lengths.max() + steps
-    seen_positions = entries + (positions - lengths)[:, None]
-    masks = block_masks(head.spec, slots, seen_positions, text_entries(prompt, lengths), head.dtype, places)
-    return head(head.block_ids(anchors), slots, head.attention(static_cache(stacks, places), masks))
+    """States of all slots of a block, which is written after the longest text."""
+    entries = torch.arange(prompt.shape[1], device=prompt.device, dtype=torch.long)
+    positions, places = slots.next_slots(head.spec.block_size)
+    seen_positions = entries + (slots.positions - slots.lengths)[:, None]
+    seen = text_entries(prompt, slots.lengths)
+    masks = block_masks(head.spec, positions, seen_positions, seen, head.dtype, places)
+    return head(head.block_ids(anchors), positions, head.attention(static_cache(slots.stacks, places), masks))
 
 
 class CapturedSteps(CapturedForwards):
@@ -224,11 +203,9 @@ class CapturedSteps(CapturedForwards):
             self._head_cache.tree_cache.has_moved = True
             self._head_cache.keep(self._pending[1])
             self._pending = None
-        tree, last = result[:3], result[3:]
-        if last:  # the next call overwrites it
+        if last := result[3:]:  # the next call overwrites it
             self._plain.last = last[0].clone()
-        tokens, parents, values = (part[:, : 1 + _num_scored(depth, top_k, max_nodes)] for part in tree)
-        return DraftTree(tokens, parents, max_depth=depth, values=values)
+        return first_nodes(result[:3], _num_scored(depth, top_k, max_nodes), depth)
 
     @property
     def _num_read(self) -> int:
@@ -239,15 +216,15 @@ class CapturedSteps(CapturedForwards):
         self, buffers: Buffers, state: DraftState, depth: int, capacity: int, before: Tensor | None
     ) -> dict[str, Tensor]:
         """The inputs of `block_draft`, in buffers."""
-        head, head_cache, roots = self._head, self._head_cache, state.root_ids.tolist()
-        features, counts = self._pending or ((), [0] * len(roots))
-        of_rows = zip(head_cache.tree_cache.lengths, head_cache.next_positions(), counts, roots, strict=True)
-        earlier = roots if before is None else before.tolist()
-        plan = buffers.tensor("plan", (len(roots), 6), torch.long, head.device)
+        head, head_cache, batch_size = self._head, self._head_cache, len(state.root_ids)
+        features, counts = self._pending or ((), [0] * batch_size)
+        earlier = (state.root_ids if before is None else before)[:, None].tolist()
+        lengths, positions = head_cache.tree_cache.lengths, head_cache.next_positions()
+        rows = rows_of_plan(lengths, positions, counts, state.root_ids, depth, earlier)
         return {
-            "plan": copy_to_device([[*row, depth, token] for row, token in zip(of_rows, earlier, strict=True)], plan),
-            "prompt": self.prompt(buffers, len(roots), capacity),
-            "features": self._placed(buffers, features, len(roots)),
+            "plan": DraftPlan.place(buffers, rows, head.device),
+            "prompt": self.prompt(buffers, batch_size, capacity),
+            "features": self._placed(buffers, features, batch_size),
             **({} if head.spec.lattice is None else {"last": buffers.filled("last", self._plain.last)}),
             **request_inputs(buffers, state, self._depth, head.device, self._loaded.target_ids),
         }

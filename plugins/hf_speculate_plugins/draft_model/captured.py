@@ -96,9 +96,8 @@ class SlotLevels:
 
     def read(self, tokens: Int[Tensor, "B J"], counts: Int[Tensor, " B"]) -> Float[Tensor, "B 1 C"]:
         """Appends committed tokens to the text; returns scores of the root's children."""
-        count = tokens.shape[1]
-        logits = self._run(tokens, self.slots.next_place(count))
-        self.slots.keep(counts, count)
+        logits = self._run(tokens, self.slots.next_place(tokens.shape[1]))
+        self.slots.keep(counts)
         return self._scores(states_at(logits, counts - 1)[:, None], 0)
 
     def expand(self, frontier: Frontier) -> Float[Tensor, "B F C"]:

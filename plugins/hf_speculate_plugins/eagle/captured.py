@@ -99,7 +99,7 @@ def eagle_draft(
     if inputs["features"]:
         tokens, counts = plan.own, plan.counts
         hidden = forwards.entries(tokens, head.fuse(inputs["features"]))
-        forwards.slots.keep(counts, tokens.shape[1])
+        forwards.slots.keep(counts)
         root.copy_(last_states(hidden, counts, root))
     rank, target_ids = CapturedRanking(inputs, head.spec.draft_vocab_size, warpers), inputs.get("target_ids")
     tree = eagle_tree(head, forwards.level, rank, root, plan.roots, size, target_ids, limit=plan.limit)
