@@ -7,7 +7,7 @@ attention of a forward, and "sdpa" of transformers calls it in every layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_speculate import Speculator
 from hf_speculate.attention import AttentionMetadata
 from hf_speculate.attention.in_progress import StockAttention, attending
-from hf_speculate.forward.scorer import Forward, Nodes, Scorer
+from hf_speculate.forward import EagerRunner, Nodes, Scorer
 from hf_speculate.testing import ScriptedDrafter
 
 from ..support.inputs import padded_batch
@@ -55,21 +55,23 @@ class SoftmaxAttention:
         return torch.cat([prefix[:, None].expand(-1, nodes.shape[1], -1), nodes], dim=2)
 
 
+class ToyRunner(EagerRunner):
+    """The forward of the model with the toy: the file of a new backend, with `SoftmaxAttention`."""
+
+    used: ClassVar[list[SoftmaxAttention]] = []
+
+    def run(self, scorer: Scorer, nodes: Nodes) -> Any:
+        self.used.append(SoftmaxAttention(scorer.metadata(nodes)))
+        with attending(self.used[-1], scorer.device) as mask:
+            return scorer.run_model(nodes, self.used[-1].metadata, mask)
+
+
 @pytest.fixture
 def toys(monkeypatch):
-    """Uses the toy in plain forwards over trees; gives the backends of all forwards.
-
-    It replaces `Forward.run`, because plain forwards ask for a mask and have no choice of a backend.
-    """
-    used: list[SoftmaxAttention] = []
-
-    def run(self: Forward, scorer: Scorer, nodes: Nodes) -> Any:
-        used.append(SoftmaxAttention(scorer.metadata(nodes)))
-        with attending(used[-1], scorer.device) as mask:
-            return scorer.run_model(nodes, used[-1].metadata, mask)
-
-    monkeypatch.setattr(Forward, "run", run)
-    return used
+    """Uses the toy in plain forwards over trees; gives the backends of all forwards."""
+    ToyRunner.used.clear()
+    monkeypatch.setattr("hf_speculate.forward.scorer.EagerRunner", ToyRunner)  # the line of a new backend
+    return ToyRunner.used
 
 
 TEXTS = [[3, 1, 4, 1, 5, 9], [9, 2], [6, 5, 3]]
