@@ -117,7 +117,7 @@ class SlotPlace(NamedTuple):
     Attributes:
         positions: int64 [B, N].
         cache: cache whose layers show whole buffers.
-        metadata: what the entries see.
+        metadata: attention metadata of the new entries.
     """
 
     positions: Int[Tensor, "B N"]

@@ -118,7 +118,7 @@ def block_draft(
     """Reads the features of a round, and drafts the best tree of a block.
 
     Args:
-        inputs: those of `TextSlots`, whose plan ends with the token before the root; `features` [B, J, W], from
+        inputs: inputs of `TextSlots`, whose plan ends with the token before the root; `features` [B, J, W], from
             `BlockHead.join`; `last`, see `PlainSteps`; `request_inputs`.
     Returns:
         Tokens, parents and values [B, n], and the new `last` of a head with a lattice.

@@ -59,7 +59,7 @@ def model_draft(
     """Reads committed tokens and grows a dynamic tree after the last one.
 
     Args:
-        inputs: those of `TextSlots`, whose plan ends with the tokens; `request_inputs`.
+        inputs: inputs of `TextSlots`, whose plan ends with the tokens; `request_inputs`.
         vocab_size: number of token ids that may be drafted.
         groups: query heads for each KV head if masks are folded (`fold`), else 1.
     """

@@ -91,7 +91,7 @@ def eagle_draft(
     """Reads the entries of a round, and grows a dynamic tree after the last one.
 
     Args:
-        inputs: those of `TextSlots`, whose plan ends with the entries' tokens; `root` [B, Hd], states that rank the
+        inputs: inputs of `TextSlots`, whose plan ends with the entries' tokens; `root` [B, Hd], states that rank the
             root's children, written where a row has entries to read. `features`, one [B, J, Ht] for each that the head
             takes, if any are read; `request_inputs`.
     """
