@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..attention import MaskForm, prompt_starts
 from ..cache import PreallocatedLayer, as_cache
 from ..graphs import Buffers, GraphRunner, PromptMasks, can_capture, capacity_for, lease_of, pool_of
-from ..stats import GRAPH
-from ..target import has_foreign_hooks, has_length_dependent_rope, has_native_layers, num_embeddings
+from ..stats import GRAPH, NATIVE
+from ..target import has_foreign_hooks, has_length_dependent_rope, native_decoder_runner, num_embeddings
 from ..transfers import copy_all, copy_to_device, to_device
 from ..tree import DraftTree
 from ..verification import BatchedChoice, ChoiceInputs, ScoredTable
@@ -66,8 +66,11 @@ def with_graphs(scorer: Scorer, runner: GraphRunner, use: GraphUse) -> Scorer:
         runner: graph runner of the request.
         use: the request's use of scored trees.
     """
-    if has_native_layers(scorer.model):
-        return scorer
+    native = native_decoder_runner(scorer.model)
+    if native is not None:
+        if not (reason := native.problem()):
+            return scorer
+        scorer.record.refuse(NATIVE, reason)
     problem = problem_with_graph(scorer)
     if use.last_layer is not None and runner.backend is not None:
         problem = "the drafter reads the last layer by a hook, which breaks the graph"

@@ -207,7 +207,7 @@ class Scorer:
         self.cache = cache
         native = native_runner(model)
         self.cache.mover = None if native is None else native.move_entries
-        self._native = native_decoder_runner(model)
+        self._native = native or native_decoder_runner(model)
         self.shape = shape
         self._prompt = PromptRows(prompt_mask, cache.rows)
         self._num_idle = 0
@@ -267,7 +267,7 @@ class Scorer:
         if self._native is None:
             self.record.ran(EAGER)
             return self.model(**inputs, return_dict=True)
-        self._native.last_problem = "a forward that was replaced"
+        self._native.last_problem = "a forward that was replaced, or compiled by torch.compile"
         output = self.model(**inputs, return_dict=True)
         if problem := self._native.last_problem:
             self.record.refuse(NATIVE, problem)

@@ -164,9 +164,9 @@ class GraphRunner:
         """The adjective for functions that it runs: "recorded" or "compiled"."""
         return "recorded" if self.backend is None else "compiled"
 
-    def refuse(self, problem: str) -> None:
-        """Notes why a function runs as it is, once a request."""
-        self._fallbacks[f"not {self.state}: {problem}"] = 1
+    def refuse(self, problem: str, subject: str = "") -> None:
+        """Notes why a function runs as it is, once a request. For the subject see `RunnerRecord`."""
+        self._fallbacks[f"{subject}not {self.state}: {problem}"] = 1
 
     def choose(self, module: nn.Module, function: Callable[..., Any], keys: Sequence[Hashable]) -> Hashable:
         """Chooses between several graphs of a function that can all do the work. The other arguments are those of
@@ -186,6 +186,7 @@ class GraphRunner:
         function: Callable[..., Any],
         inputs: Callable[[], tuple[Any, ...]],
         plain: Callable[[], Result],
+        subject: str = "",
     ) -> Any | Result:
         """The result of `function(*inputs())`, compiled or captured; or of `plain()` if that is not possible.
 
@@ -199,6 +200,7 @@ class GraphRunner:
             function: function without free variables. It may write its inputs in place. Its arguments are modules,
                 tensors with fixed addresses (`Buffers`), and values that `key` names.
             inputs: function that makes the arguments.
+            subject: words before reasons (`RunnerRecord`).
         """
         graphs, name = graphs_of(module, self.backend), function.__name__
         made, is_new = graphs.get(function, key)
@@ -206,31 +208,38 @@ class GraphRunner:
             self.refuse(
                 "a graph that did not compile"
                 if (name, key) in graphs.by_key
-                else f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes"
+                else f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes",
+                subject,
             )
             return plain()
         num_slow = CudaGraphs.num_captured + CudaGraphs.num_warmed
         try:
             # A graph depends on the grad mode, so use one mode whatever the caller's is.
             with torch.inference_mode(False), torch.no_grad():
-                result = self._call(graphs, made, (name, key), inputs(), device)
+                result = self._call(graphs, made, (name, key), inputs(), device, subject)
             self.num_slow += is_new or CudaGraphs.num_captured + CudaGraphs.num_warmed > num_slow
             return result
         except (TorchDynamoException, _LimitHit) as error:
             graphs.by_key[name, key] = None
             self.num_slow += 1
             logger.warning(f"{name} runs uncompiled, torch.compile failed: {first_line(error)}")
-            self.refuse("a graph that did not compile")
+            self.refuse("a graph that did not compile", subject)
             return plain()
 
     def _call(
-        self, graphs: Graphs, made: Callable[..., Any], kind: Hashable, arguments: tuple[Any, ...], device: torch.device
+        self,
+        graphs: Graphs,
+        made: Callable[..., Any],
+        kind: Hashable,
+        arguments: tuple[Any, ...],
+        device: torch.device,
+        subject: str,
     ) -> Any:
         if not can_capture(device):
             return _guarded(made, *arguments)
         kind = kind, tuple(map(self._state, modules_in(arguments)))
         if graphs.cuda_graphs.cannot_be_captured(kind):
-            self.refuse("capturing failed (a warning gave the reason)")
+            self.refuse("capturing failed (a warning gave the reason)", subject)
         function = fusing(made) if self.backend is None else _Guarded(made)
         result = graphs.cuda_graphs.run(function, kind, arguments, device)
         if kind not in self._seen:

@@ -135,6 +135,9 @@ def _note_kernel(model: Any, asked: str, chosen: Backend | None) -> None:
     """Notes on the model why it has no kernel, if one was to be used. Statistics show the reason."""
     if chosen is None and asked != DENSE:
         model.hf_quantizer.problem_without_kernel = NO_KERNEL
+    elif asked == "auto" and chosen is not None and chosen.name == DequantizeBackend.name:
+        where = f"{model.dtype} on {model.device.type!r}"
+        model.hf_quantizer.problem_without_kernel = f"no kernel for {where}: weights are dequantised for each product"
 
 
 def build_model(

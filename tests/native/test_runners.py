@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer
 
 from hf_speculate import Speculator
+from hf_speculate.stats import SpeculationStats
 from hf_speculate.target import native_runner
 from hf_speculate.testing import ScriptedDrafter
 
@@ -21,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("needs_kernel", "unchecked_shapes")
 PROMPT, NEW_TOKENS = ids(1, 9), 8
 
 
-def statistics_of(model, context=None, **options):
+def statistics_of(model, context=None, compile=False, **options):
     """Statistics of a request with drafts, whose text is compared with plain `generate`."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | options
     with context or nullcontext():
         plain = model.generate(PROMPT, **options)
         drafter = ScriptedDrafter(plain[:, PROMPT.shape[1] :], (2, 2), accuracy=0.7, vocab_size=97)
-        speculator = Speculator(drafter, adaptive=False)
+        speculator = Speculator(drafter, adaptive=False, compile=compile)
         answer = model.generate(PROMPT, **options, speculator=speculator, return_dict_in_generate=True)
     assert torch.equal(answer.sequences, plain)
     return answer.speculation
@@ -62,12 +63,19 @@ def of_replaced_forward(model):
     return lambda: delattr(model.model.layers[0].mlp, "forward")
 
 
+def of_replaced_decoder(model):
+    ours = model.model.forward
+    model.model.forward = lambda *arguments, **named: ours(*arguments, **named)
+    return lambda: setattr(model.model, "forward", ours)
+
+
 CHANGES = {
     "a hook on a layer": of_hook,
     "a hook inside the model": of_inner_hook,
     "training mode": of_training,
     "a module that was exchanged": of_replaced_module,
     "a module whose forward was replaced": of_replaced_forward,
+    "a module whose forward": of_replaced_decoder,
 }
 
 
@@ -118,6 +126,39 @@ def test_statistics_name_an_active_adapter(load):
 def test_statistics_name_a_copy(load):
     (reason,) = statistics_of(copy.deepcopy(load(dtype=torch.float32))).fallbacks
     assert reason.startswith("not native: a copy of the model")
+
+
+def test_statistics_name_a_dtype_that_the_kernel_does_not_know(load):
+    (reason,) = statistics_of(load(dtype=torch.float64, backend="auto")).fallbacks
+    assert reason.startswith("not native: no kernel for torch.float64 on 'cpu'")
+    moved = load(dtype=torch.float32).to(torch.float16)
+    assert native_runner(moved).problem().startswith("weights in torch.float16")
+
+
+def test_statistics_name_torch_compile(load, fresh_dynamo):
+    model = load(dtype=torch.float32)
+    model.compile(backend="eager")
+    (reason,) = statistics_of(model).fallbacks
+    assert "compiled by torch.compile" in reason
+
+
+def test_statistics_of_graphs_name_what_keeps_the_kernel_away(load, fresh_dynamo):
+    model = load(dtype=torch.float32)
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    try:
+        stats = statistics_of(model, compile="eager")
+    finally:
+        handle.remove()
+    assert any(reason.startswith("not native: a hook inside the model") for reason in stats.fallbacks)
+
+
+def test_dearest_fallback_of_several_reasons_names_the_most_frequent():
+    stats = SpeculationStats()
+    stats.target_runners.update({"eager": 5, "native": 2})
+    stats.fallbacks.update({"not native: autocast": 1, "not native: training mode": 3, "draft not native: autocast": 9})
+    assert stats.dearest_fallback == (
+        "5 of 7 forwards of the target were eager. The most frequent reason is: not native: training mode."
+    )
 
 
 def test_statistics_name_a_missing_compiler(load, monkeypatch):

@@ -7,10 +7,11 @@ import copy
 import pytest
 import torch
 
+from hf_speculate import Speculator
 from hf_speculate.tree import TreePlan
 from hf_speculate_gguf.native import binding as native
 from hf_speculate_plugins.checkpoints import LoadReport
-from hf_speculate_plugins.eagle import EagleDrafter, LoadedHead
+from hf_speculate_plugins.eagle import EagleDrafter, EagleOptions, LoadedHead
 from hf_speculate_plugins.eagle.native import NativeForward
 from hf_speculate_plugins.eagle.steps import PlainSteps, read_prompt
 from hf_speculate_plugins.heads import HeadCache
@@ -172,3 +173,42 @@ def test_native_forward_of_a_copy_has_its_own_weights(calls):
     head.layers[0].mlp.down_proj.weight = torch.nn.Parameter(twin.layers[0].mlp.down_proj.weight, requires_grad=False)
     for each, other in zip(states_and_entries(head, forward), changed, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4, msg="another tensor in the same place")
+
+
+class TestRecords:
+    """What statistics say about the runner of a draft."""
+
+    @staticmethod
+    def statistics_of(head, tiny_model, prompt):
+        model = tiny_model(num_layers=7, hidden_size=64)
+        loaded = LoadedHead(head, None, LoadReport("made here"))
+        drafter = EagleDrafter(loaded, model, EagleOptions(depth=3, top_k=2))
+        speculator = Speculator(drafter, adaptive=False)
+        model.generate(prompt(9), max_new_tokens=8, do_sample=False, pad_token_id=0, speculator=speculator)
+        return speculator.stats
+
+    def test_draft_by_the_kernel_is_native(self, tiny_model, prompt):
+        stats = self.statistics_of(make_head(), tiny_model, prompt)
+        assert set(stats.draft_runners) == {"native"}
+        assert not stats.fallbacks
+
+    def test_draft_under_autocast_names_it(self, tiny_model, prompt):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stats = self.statistics_of(make_head(), tiny_model, prompt)
+        assert set(stats.draft_runners) == {"eager"}
+        assert dict(stats.fallbacks) == {"draft not native: autocast": 1}
+        assert stats.dearest_fallback.endswith("forwards of the draft were eager, not native: autocast.")
+
+    def test_head_that_cannot_be_ranked_natively_names_it(self, tiny_model, prompt):
+        head = make_head()
+        head.norm.double()
+        stats = self.statistics_of(head, tiny_model, prompt)
+        (reason,) = stats.fallbacks
+        assert reason.startswith("draft not native: weights that were moved")
+
+    def test_missing_kernel_is_named(self, tiny_model, prompt, monkeypatch):
+        monkeypatch.setattr("hf_speculate_plugins.eagle.native.has_kernel", lambda: False)
+        stats = self.statistics_of(make_head(), tiny_model, prompt)
+        assert set(stats.draft_runners) == {"eager"}
+        (reason,) = stats.fallbacks
+        assert reason.startswith("draft not native: no kernel on this machine")

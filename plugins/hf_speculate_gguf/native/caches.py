@@ -81,7 +81,7 @@ def reserve(
             like = torch.empty(*shape[:2], 0, shape[2], dtype=dtype, device="cpu")
             layer.lazy_initialization(like, like)
         elif not all(_fits(states, shape, dtype) for states in layer.buffers):
-            raise Refused(f"a cache with other entries than {dtype} on the CPU for {shape[0]} texts")
+            raise Refused(f"a cache whose entries are not {dtype} on the CPU, or of another batch size")
     reserved = [layer.reserve_more(count, shape) for layer in layers]
     for keys, values in reserved:
         strides = keys.stride()

@@ -14,7 +14,7 @@ class Refused(Exception):
 ACTIVE_ADAPTER = "an active adapter"
 AUTOCAST = "autocast"
 GRADIENTS = "gradients, which the kernel does not compute"
-HANDED_ON = "a torch dispatch mode, which must see every operation"
+DISPATCH_MODE = "a torch dispatch mode, which must see every operation"
 MIXED_WEIGHTS = "weights that were moved, converted or exchanged for others that the kernel cannot read"
 NO_KERNEL = "no kernel on this machine, as there is no C++ compiler that works (`c++`, `g++` or `clang++`)"
 UNREADABLE_MASK = "an attention mask that is not an additive or boolean one for these queries"

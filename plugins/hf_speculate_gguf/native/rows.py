@@ -15,7 +15,7 @@ from hf_speculate.cache import PreallocatedLayer, SlidingLayer
 from .caches import appendable_layers, reserve
 from .growth import MOST_WIDTH
 from .layers import MOST_ROWS, Entries, NativeLayers, VisibleRanges, ranges_of_mask
-from .refusals import AUTOCAST, GRADIENTS, HANDED_ON, UNREADABLE_MASK, Refused
+from .refusals import AUTOCAST, DISPATCH_MODE, GRADIENTS, UNREADABLE_MASK, Refused
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _check_states(states: Tensor, dtype: torch.dtype, num_rows: int) -> None:
     if type(states) is not Tensor or not states.is_cpu or states.dtype is not dtype:
         raise Refused(f"states that are not {dtype} on the CPU")
     if not 0 < num_rows <= MOST_ROWS:
-        raise Refused(f"{num_rows} rows in one forward; the kernel takes 1 to {MOST_ROWS}")
+        raise Refused(f"more than {MOST_ROWS} rows in one forward, or none")
     if states.requires_grad and torch.is_grad_enabled():
         raise Refused(GRADIENTS)
 
@@ -125,7 +125,7 @@ def check_not_intercepted() -> None:
     if torch.is_autocast_enabled("cpu"):
         raise Refused(AUTOCAST)
     if torch._C._len_torch_dispatch_stack():
-        raise Refused(HANDED_ON)
+        raise Refused(DISPATCH_MODE)
 
 
 def num_hidden(layer: PreallocatedLayer) -> int:

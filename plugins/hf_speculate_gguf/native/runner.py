@@ -170,8 +170,15 @@ class NativeRunner:
                 self._checks[thread] = before
 
     def problem(self) -> str:
-        """The reason why the modules must compute the model; "" if everything is as loaded. Hooks on layers may read
-        outputs."""
+        """The reason why the modules must compute the model, whatever its inputs; "" if the kernel can."""
+        try:
+            self._checked_step()
+        except Refused as refused:
+            return str(refused)
+        return ""
+
+    def change(self) -> str:
+        """The first change of the model since it was loaded; "" if there is none. Hooks on layers may read outputs."""
         config = self._decoder.config
         if (type(self._model).forward, type(self._decoder).forward) != self._stock:
             return f"another forward of {type(self._model).__name__} than the one it was loaded with"
@@ -206,8 +213,8 @@ class NativeRunner:
         Raises:
             Refused: the model was changed, or the kernel cannot compute these weights.
         """
-        if problem := self.problem():
-            raise Refused(problem)
+        if change := self.change():
+            raise Refused(change)
         if self._step is None or not self._step.is_current():
             around = map(effective_module, (self._decoder.embed_tokens, self._decoder.norm, self._model.lm_head))
             self._step = None  # weights that are refused are not kept alive

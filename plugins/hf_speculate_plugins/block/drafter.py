@@ -76,7 +76,7 @@ class BlockSession(HeadSession[BlockHead]):
 
     def _carried_state(self, head_cache: HeadCache) -> HeadCache:
         if self._steps is not None:
-            self._steps.settle()
+            self._steps.commit_pending()
         return head_cache
 
 

@@ -70,7 +70,7 @@ class PlainSteps:
             )
         self._head_cache.keep(lengths)
 
-    def settle(self) -> None:
+    def commit_pending(self) -> None:
         """Commits the features that wait for the next draft; here none wait."""
 
     @torch.no_grad()
@@ -173,12 +173,12 @@ class CapturedSteps(CapturedForwards):
         self._pending: tuple[Sequence[Tensor], Sequence[int]] | None = None
 
     def context(self, features: Sequence[Tensor], lengths: Sequence[int]) -> None:
-        self.settle()
+        self.commit_pending()
         self._pending = features, lengths
         if features[0].shape[1] > self._num_read:
-            self.settle()
+            self.commit_pending()
 
-    def settle(self) -> None:
+    def commit_pending(self) -> None:
         """Commits the features that wait for the next draft."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -197,7 +197,7 @@ class CapturedSteps(CapturedForwards):
 
         result = self.run(key, block_draft, arguments, lambda: None)
         if result is None:
-            self.settle()
+            self.commit_pending()
             return self._plain.tree(state, depth, before)
         if self._pending is not None:
             self._head_cache.tree_cache.has_moved = True

@@ -23,7 +23,7 @@ from hf_speculate.cache import PreallocatedLayer, as_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.forward import Scorer, problem_with_capture, problem_with_graph
 from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of
-from hf_speculate.stats import GRAPH
+from hf_speculate.stats import DRAFT, GRAPH
 from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
 from hf_speculate.tree import DraftTree
 
@@ -133,7 +133,7 @@ def captured_drafts(
     if runner is None or has_native_layers(model):
         return None
     if problem := _problem(scorer, request):
-        runner.refuse(f"draft model: {problem}")
+        runner.refuse(problem, DRAFT)
         return None
     return CapturedDrafts(scorer, request, options, prompt_mask)
 
@@ -185,7 +185,7 @@ class CapturedDrafts:
         """
         scorer, top_k = self._scorer, min(top_k, self._vocab_size)
         if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in self._layers}) > 1:
-            self._runner.refuse("draft model: layers of several shapes")
+            self._runner.refuse("layers of several shapes", DRAFT)
             return None
         key: Any = self._runner.choose(scorer.model, model_draft, self._keys(len(new), state, depth, top_k))
 
@@ -193,7 +193,7 @@ class CapturedDrafts:
             return self._arguments(key, new, positions, state, depth)
 
         with tree_backends(scorer.device):
-            result = self._runner.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None)
+            result = self._runner.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None, DRAFT)
         if result is None:
             return None
         scorer.record.ran(GRAPH)

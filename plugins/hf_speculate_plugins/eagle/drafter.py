@@ -100,11 +100,12 @@ class EagleSession(HeadSession[Any]):
 
     def _steps_over(self, head_cache: HeadCache) -> Steps:
         native, record = self._native, self._request.record
-        is_grown = not self._loaded.spec.parallel
-        if native is not None and is_grown and not head_cache.has_windows and native.can_rank:
+        if native is not None and not self._loaded.spec.parallel and not head_cache.has_windows:
             from .native import NativeSteps  # only sessions with a kernel need it
 
-            return NativeSteps(self._loaded, head_cache, native, record)  # not compiled: graphs of trees are slower
+            if not (problem := native.problem_with_trees):
+                return NativeSteps(self._loaded, head_cache, native, record)  # not compiled: graphs of trees are slower
+            record.refuse(NATIVE, problem)
         plain = PlainSteps(self._loaded, head_cache, self._recorded)
         if self._runner is None:
             return plain
@@ -115,9 +116,7 @@ class EagleSession(HeadSession[Any]):
         if self._native is None:
             self._request.record.ran(EAGER)
             return None
-        from .native import RecordedForward
-
-        return RecordedForward(self._native, self._request.record)(*entries)
+        return self._native.recorded(*entries, record=self._request.record)
 
     def _read_pending(self) -> None:
         if self._head_cache is None or self._steps is None or self._pending is None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -110,6 +109,17 @@ class NativeForward:
         states, second = self.inputs(token_ids, states)
         return rows.run(states, self.rotary(states, position_ids), second)[-1]
 
+    def recorded(self, *entries: Any, record: RunnerRecord) -> Float[Tensor, "B N Hd"] | None:
+        """The result of `run`, noted in the record of a request; None, and nothing was changed, if it is refused."""
+        try:
+            states = self.run(*entries)
+        except Refused as refused:
+            record.ran(EAGER)
+            record.refuse(NATIVE, str(refused))
+            return None
+        record.ran(NATIVE)
+        return states
+
     @property
     def embeddings(self) -> nn.Module:
         """The module that looks tokens up."""
@@ -166,12 +176,14 @@ class NativeForward:
         return self._ranking
 
     @property
-    def can_rank(self) -> bool:
-        """Whether the kernel can draft whole trees: it also ranks the outputs of the layers."""
-        with suppress(Refused):
+    def problem_with_trees(self) -> str:
+        """The reason why the kernel cannot draft whole trees, as it cannot rank the outputs of the layers; "" if it
+        can."""
+        try:
             self.current_ranking()
-            return True
-        return False
+        except Refused as refused:
+            return str(refused)
+        return ""
 
     def rotary(
         self, states: Tensor, position_ids: Int[Tensor, "B N"]
@@ -183,25 +195,6 @@ class NativeForward:
     def angles(self, states: Tensor, needed: int) -> tuple[Float[Tensor, "P D"], Float[Tensor, "P D"]]:
         """The table of cosines and sines, for at least `needed` positions."""
         return self._angles.upto(self._head.rotary, needed, states.dtype)
-
-
-@dataclass(frozen=True)
-class RecordedForward:
-    """A native forward in one request, whose record it keeps."""
-
-    forward: NativeForward
-    record: RunnerRecord
-
-    def __call__(self, *entries: Any) -> Float[Tensor, "B N Hd"] | None:
-        """The result of `NativeForward`; None, and nothing was changed, if the modules must compute it."""
-        try:
-            states = self.forward.run(*entries)
-        except Refused as refused:
-            self.record.ran(EAGER)
-            self.record.refuse(NATIVE, str(refused))
-            return None
-        self.record.ran(NATIVE)
-        return states
 
 
 def parts_of(head: EagleHead, layer: Any) -> LayerParts:
@@ -257,7 +250,7 @@ class NativeSteps(PlainSteps):
         record: RunnerRecord | None = None,
     ):
         self._forward, self._record = native, record or RunnerRecord()
-        super().__init__(loaded, head_cache, RecordedForward(native, self._record))
+        super().__init__(loaded, head_cache, partial(native.recorded, record=self._record))
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
         try:

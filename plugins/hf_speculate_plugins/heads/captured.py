@@ -27,7 +27,7 @@ from hf_speculate.graphs import (
     padded_mask,
     pool_of,
 )
-from hf_speculate.stats import GRAPH, RunnerRecord
+from hf_speculate.stats import DRAFT, GRAPH, RunnerRecord
 from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead
@@ -103,7 +103,7 @@ class CapturedForwards:
         """
         (batch_size, count), head = inputs[0].shape[:2], self._head
         if count > NODE_BUCKETS[-1]:
-            self._runner.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once")
+            self._runner.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once", DRAFT)
             return plain()
         width = width if count <= width else width_for(count)
         end = self.end
@@ -139,7 +139,7 @@ class CapturedForwards:
             return plain()
 
         with tree_backends(self._head.device):
-            result = self._runner.run(self._head, self._head.device, key, function, arguments, instead)
+            result = self._runner.run(self._head, self._head.device, key, function, arguments, instead, DRAFT)
         if is_captured:
             self._record.ran(GRAPH)
         return result

@@ -262,7 +262,7 @@ def test_draft_model_with_a_problem_is_not_recorded(monkeypatch, prompt, problem
     found = target().generate(prompt(12), **REQUEST, speculator=speculator)
     assert torch.equal(found, target().generate(prompt(12), **REQUEST))
     assert "model_draft" not in replays.names
-    assert speculator.stats.fallbacks == {f"not recorded: draft model: {problem}": 1}
+    assert speculator.stats.fallbacks == {f"draft not recorded: {problem}": 1}
 
 
 def test_draft_model_on_another_device_is_not_recorded(monkeypatch, prompt):
@@ -271,7 +271,7 @@ def test_draft_model_on_another_device_is_not_recorded(monkeypatch, prompt):
         found = place.put(target()).generate(prompt(12).to(place.name), **REQUEST, speculator=speculator)
         assert found.tolist() == target().generate(prompt(12), **REQUEST).tolist()
         assert set(place.replays.names) == {"tree_forward"}
-        assert speculator.stats.fallbacks == {"not recorded: draft model: another device than the target's": 1}
+        assert speculator.stats.fallbacks == {"draft not recorded: another device than the target's": 1}
 
 
 def test_drafts_made_ahead_are_not_recorded(monkeypatch, prompt):

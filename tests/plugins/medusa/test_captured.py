@@ -124,4 +124,4 @@ def test_an_output_layer_that_is_elsewhere_is_not_recorded():
     request = DraftRequest(target=model, input_ids=torch.zeros(1, 1).long(), graph_runner=GraphRunner(None, fallbacks))
     for heads, kind in ((random_heads(outputs=0), PlainSteps), (random_heads(), CapturedSteps)):
         assert type(medusa(target(), heads).start(request)._steps) is kind
-    assert fallbacks == {"not recorded: Medusa heads and the target's output layer on different devices": 1}
+    assert fallbacks == {"draft not recorded: Medusa heads and the target's output layer on different devices": 1}
