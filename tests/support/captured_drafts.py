@@ -121,5 +121,5 @@ def unwrap_functions(patch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -
                     patch.setattr(owner, name, property(inspect.unwrap(value.fget)))
                 elif isinstance(value, staticmethod):
                     patch.setattr(owner, name, staticmethod(inspect.unwrap(value.__func__)))
-                elif inspect.isfunction(value) and value.__module__.startswith("hf_speculate"):
+                elif inspect.isfunction(value) and (value.__module__ or "").startswith("hf_speculate"):
                     patch.setattr(owner, name, inspect.unwrap(value))
