@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import MaskForm, prompt_starts
+from ..attention import MaskForm
 from ..cache import PreallocatedLayer, as_cache
 from ..graphs import Buffers, GraphRunner, PromptMasks, can_capture, capacity_for, lease_of, pool_of
 from ..stats import GRAPH, NATIVE
@@ -127,13 +127,11 @@ class GraphTreeRunner(Runner):
         self._prompts = PromptMasks()
         self._problem_with_layers: str | None = None  # found out once the prompt has run
         self._form: tuple[MaskForm, int, torch.dtype] | None = None
-        self._starts: list[list[int]] | None = None  # `_prompt_starts` in a list; an empty one stands for None
         lease_of(scorer.cache.cache, self._pool)
 
     def run(self, scorer: Scorer, nodes: Nodes) -> Any | None:
         tree, cache = nodes.tree, scorer.cache
-        options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
-        num_nodes, num_prefix = tree.num_nodes, cache.append_index
+        options, num_nodes, num_prefix = scorer.all_kwargs(nodes), tree.num_nodes, cache.append_index
         choice = self._choice(tree)
         attention = self._attention(scorer)
         form = *attention, repr(options), None if choice is None else choice.key
@@ -189,18 +187,10 @@ class GraphTreeRunner(Runner):
         """Form of masks, query heads for each KV head, dtype of masks. Found out once a request."""
         if self._form is None:
             form, dtype = scorer.attention.form, scorer.attention_dtype
-            if self._runner.backend is None and self._prompt_starts(scorer) is not None:
+            if self._runner.backend is None and scorer.text_starts is not None:
                 form = scorer.attention.captured_form(dtype)
             self._form = form, scorer.attention.groups, dtype
         return self._form
-
-    def _prompt_starts(self, scorer: Scorer) -> list[int] | None:
-        """Index of the first real entry of each row, found out once a request. None if the prompt has holes after
-        it."""
-        if self._starts is None:
-            starts = prompt_starts(scorer.prompt_mask, len(scorer.cache.rows))
-            self._starts = [] if starts is None else [starts]
-        return self._starts[0] if self._starts else None
 
     def _choice(self, tree: DraftTree) -> BatchedChoice | None:
         """The choice, if it can be made for this tree."""
@@ -208,7 +198,7 @@ class GraphTreeRunner(Runner):
         return use.choice if use.choice_inputs is not None and use.choice_inputs.fit(tree) else None
 
     def problem(self, scorer: Scorer, nodes: Nodes) -> str:
-        options = {**scorer.forward_kwargs, **nodes.forward_kwargs}
+        options = scorer.all_kwargs(nodes)
         if scorer.token_kwargs:
             return f"arguments {sorted(scorer.token_kwargs)}"
         if nodes.num_cached or nodes.tree.num_nodes > NODE_BUCKETS[-1]:
@@ -244,7 +234,7 @@ class GraphTreeRunner(Runner):
 
     def _prompt_inputs(self, buffers: Buffers, scorer: Scorer, batch_size: int, capacity: int) -> dict[str, Tensor]:
         """Inputs that stay for a whole request: whether entries are real [B, M], and where rows start [B]."""
-        starts = self._prompts.place_starts(buffers, self._prompt_starts(scorer) or [0] * batch_size, scorer.device)
+        starts = self._prompts.place_starts(buffers, scorer.text_starts or [0] * batch_size, scorer.device)
         prompt = self._prompts.place(buffers, (batch_size, capacity), scorer.device, scorer.prompt_mask)
         return {"prompt": prompt, "starts": starts}
 

@@ -248,7 +248,7 @@ class Scorer:
         """The model's output for nodes at the positions of `metadata`, under a mask."""
         tokens, num_cached = nodes.tree.token_ids, nodes.num_cached
         count = nodes.tree.num_nodes - num_cached
-        inputs = {**self.forward_kwargs, **nodes.forward_kwargs}
+        inputs = self.all_kwargs(nodes)
         if self.takes_position_ids:
             inputs["position_ids"] = self.of_all_kinds(metadata.positions())
         if self.token_kwargs:
@@ -285,18 +285,17 @@ class Scorer:
             self.prompt_mask,
             [nodes.root_positions[row] for row in self.cache.rows],
             # only the kernel reads them, and on another device they cost a wait
-            starts=None if self._native is None else self._prompt.starts(self.cache.rows),
+            starts=None if self._native is None else self.text_starts,
         )
 
     def arranged_mask(self, nodes: Nodes, metadata: AttentionMetadata) -> Mask | TreeMask:
         """The mask in the form for the model, or the tree alone if the model can take it."""
         tree, is_whole = nodes.tree, self.shape == "tree" and not nodes.num_cached and not self.has_windows
         needs_mask = tree.num_nodes > 1 or metadata.is_ragged
-        if not is_whole or not needs_mask or metadata.starts is None or not tree.is_small:
-            return self._arranged(metadata)
-        if not takes_tree_masks(self.model):
-            return self._arranged(metadata)
-        return TreeMask(metadata, partial(self._arranged, metadata))
+        has_ranges = is_whole and needs_mask and metadata.starts is not None and tree.is_small
+        if has_ranges and takes_tree_masks(self.model):
+            return TreeMask(metadata, partial(self._arranged, metadata))
+        return self._arranged(metadata)
 
     def _arranged(self, metadata: AttentionMetadata) -> Mask:
         sees_prefix = metadata.visible_prefix is None and not self.has_windows
@@ -307,6 +306,10 @@ class Scorer:
         if self.position_offsets is None:
             return positions
         return positions + to_device(self.position_offsets[:, list(self.cache.rows)], self.device)
+
+    def all_kwargs(self, nodes: Nodes) -> dict[str, Any]:
+        """The further keyword arguments of the forward over nodes."""
+        return {**self.forward_kwargs, **nodes.forward_kwargs}
 
     def set_forward_kwargs(self, forward_kwargs: Mapping[str, Any]) -> None:
         """Sets further keyword arguments of every later forward."""
@@ -381,6 +384,11 @@ class Scorer:
     def prompt_mask(self) -> Tensor | None:
         """bool [R, M0] for the rows that the cache holds; None when all entries are real."""
         return self._prompt.mask(self.cache.rows)
+
+    @property
+    def text_starts(self) -> Sequence[int] | None:
+        """Index of the first real entry of each row; None if the prompt has holes after it. Found out once a mask."""
+        return self._prompt.starts(self.cache.rows)
 
     @property
     def attention_dtype(self) -> torch.dtype:

@@ -23,6 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from ..errors import OptionError, first_line
 from ..messages import get_logger
+from ..stats import GRAPH, RunnerRecord
 from .cuda_graphs import CudaGraphs, can_capture, modules_in, state_of, tensors_in
 from .fused import fusing
 
@@ -144,7 +145,7 @@ class GraphRunner:
     def __init__(self, backend: str | None, fallbacks: Counter[str]):
         self.backend = backend
         self.num_slow = 0
-        self._fallbacks = fallbacks
+        self._record = RunnerRecord(fallbacks=fallbacks)
         self._states: dict[int, int] = {}
         self._seen: set[Hashable] = set()
         self._sizes: dict[int, int] = {}
@@ -164,9 +165,9 @@ class GraphRunner:
         """The adjective for functions that it runs: "recorded" or "compiled"."""
         return "recorded" if self.backend is None else "compiled"
 
-    def refuse(self, problem: str, subject: str = "") -> None:
-        """Notes why a function runs as it is, once a request. For the subject see `RunnerRecord`."""
-        self._fallbacks[f"{subject}not {self.state}: {problem}"] = 1
+    def refuse(self, problem: str) -> None:
+        """Notes why a function of the target runs as it is. Drafters have their own record for that."""
+        self._record.refuse(self.state, problem)
 
     def choose(self, module: nn.Module, function: Callable[..., Any], keys: Sequence[Hashable]) -> Hashable:
         """Chooses between several graphs of a function that can all do the work. The other arguments are those of
@@ -186,7 +187,7 @@ class GraphRunner:
         function: Callable[..., Any],
         inputs: Callable[[], tuple[Any, ...]],
         plain: Callable[[], Result],
-        subject: str = "",
+        record: RunnerRecord | None = None,
     ) -> Any | Result:
         """The result of `function(*inputs())`, compiled or captured; or of `plain()` if that is not possible.
 
@@ -200,30 +201,29 @@ class GraphRunner:
             function: function without free variables. It may write its inputs in place. Its arguments are modules,
                 tensors with fixed addresses (`Buffers`), and values that `key` names.
             inputs: function that makes the arguments.
-            subject: words before reasons (`RunnerRecord`).
+            record: record of a drafter, which counts the call; None for the target's, which are counted elsewhere.
         """
+        record = record or self._record
         graphs, name = graphs_of(module, self.backend), function.__name__
         made, is_new = graphs.get(function, key)
         if made is None:
-            self.refuse(
-                "a graph that did not compile"
-                if (name, key) in graphs.by_key
-                else f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes",
-                subject,
-            )
+            has_failed = (name, key) in graphs.by_key
+            limits = f"more than {MAX_GRAPHS} graphs, or {MAX_BATCH_SIZES} batch sizes"
+            record.refuse(self.state, "a graph that did not compile" if has_failed else limits)
             return plain()
         num_slow = CudaGraphs.num_captured + CudaGraphs.num_warmed
         try:
             # A graph depends on the grad mode, so use one mode whatever the caller's is.
             with torch.inference_mode(False), torch.no_grad():
-                result = self._call(graphs, made, (name, key), inputs(), device, subject)
+                result = self._call(graphs, made, (name, key), inputs(), device, record)
             self.num_slow += is_new or CudaGraphs.num_captured + CudaGraphs.num_warmed > num_slow
+            record.ran(GRAPH)
             return result
         except (TorchDynamoException, _LimitHit) as error:
             graphs.by_key[name, key] = None
             self.num_slow += 1
             logger.warning(f"{name} runs uncompiled, torch.compile failed: {first_line(error)}")
-            self.refuse("a graph that did not compile", subject)
+            record.refuse(self.state, "a graph that did not compile")
             return plain()
 
     def _call(
@@ -233,13 +233,13 @@ class GraphRunner:
         kind: Hashable,
         arguments: tuple[Any, ...],
         device: torch.device,
-        subject: str,
+        record: RunnerRecord,
     ) -> Any:
         if not can_capture(device):
             return _guarded(made, *arguments)
         kind = kind, tuple(map(self._state, modules_in(arguments)))
         if graphs.cuda_graphs.cannot_be_captured(kind):
-            self.refuse("capturing failed (a warning gave the reason)", subject)
+            record.refuse(self.state, "capturing failed (a warning gave the reason)")
         function = fusing(made) if self.backend is None else _Guarded(made)
         result = graphs.cuda_graphs.run(function, kind, arguments, device)
         if kind not in self._seen:

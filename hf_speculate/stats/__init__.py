@@ -9,7 +9,6 @@ apart. Acceptance rate at depth d = rounds accepted to depth >= d / rounds that 
 from .advice import Advice as Advice
 from .advice import HeadRecord as HeadRecord
 from .advice import of_heads as of_heads
-from .runners import DRAFT as DRAFT
 from .runners import EAGER as EAGER
 from .runners import GRAPH as GRAPH
 from .runners import NATIVE as NATIVE

@@ -12,7 +12,7 @@ NATIVE, GRAPH, EAGER = "native", "graph", "eager"
 """Runners: the kernel for packed weights, a captured or compiled graph, the modules."""
 
 _STATES = ("native", "recorded", "compiled")  # what forwards are said to be with a faster runner
-DRAFT = "draft "  # words before reasons that are about the draft
+_DRAFT = "draft "  # words before reasons that are about the draft
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunnerRecord:
     @classmethod
     def of_draft(cls, stats: Counters) -> RunnerRecord:
         """The drafter's record in the statistics of a call."""
-        return cls(stats.draft_runners, stats.fallbacks, DRAFT)
+        return cls(stats.draft_runners, stats.fallbacks, _DRAFT)
 
     def ran(self, runner: str) -> None:
         """Counts a forward."""
@@ -63,7 +63,7 @@ def slower_runner(counts: Counters) -> str:
 
     Most of a round is the target's forward. So a slower runner of the target comes first, and one of the draft second.
     """
-    for subject, whose, runners in (("", "target", counts.target_runners), (DRAFT, "draft", counts.draft_runners)):
+    for subject, whose, runners in (("", "target", counts.target_runners), (_DRAFT, "draft", counts.draft_runners)):
         reasons = [reason for reason, _ in counts.fallbacks.most_common() if _is_of_runner(reason, subject)]
         if runners[EAGER] and reasons:
             eager = f"{runners[EAGER]} of {runners.total()} forwards of the {whose} were eager"

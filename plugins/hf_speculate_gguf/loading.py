@@ -34,7 +34,6 @@ from .model import (
     plan_model,
 )
 from .native import (
-    DENSE,
     DENSE_TYPES,
     FORMATS,
     NO_KERNEL,
@@ -109,8 +108,7 @@ def load_gguf(
     on = torch.device(device or "cpu")
     chosen = choose_backend(backend, on, dtype)
     tokenizer = tokenizer if tokenizer is not None else read_tokenizer(file, plan.config.vocab_size)
-    model = build_model(plan, dtype, on, chosen, attn_implementation)
-    _note_kernel(model, backend, chosen)
+    model = build_model(plan, dtype, on, chosen, attn_implementation, is_auto=backend == "auto")
     logger.info(f"{path}: {packing_report(model)}")
     return model, tokenizer
 
@@ -126,18 +124,16 @@ def load_model(
     """The model of `load_gguf` without a tokenizer. The arguments and errors are those of `load_gguf`."""
     on = torch.device(device or "cpu")
     plan, chosen = plan_model(read_model_file(path)), choose_backend(backend, on, dtype)
-    model = build_model(plan, dtype, on, chosen, attn_implementation)
-    _note_kernel(model, backend, chosen)
-    return model
+    return build_model(plan, dtype, on, chosen, attn_implementation, is_auto=backend == "auto")
 
 
-def _note_kernel(model: Any, asked: str, chosen: Backend | None) -> None:
-    """Notes on the model why it has no kernel, if one was to be used. Statistics show the reason."""
-    if chosen is None and asked != DENSE:
-        model.hf_quantizer.problem_without_kernel = NO_KERNEL
-    elif asked == "auto" and chosen is not None and chosen.name == DequantizeBackend.name:
-        where = f"{model.dtype} on {model.device.type!r}"
-        model.hf_quantizer.problem_without_kernel = f"no kernel for {where}: weights are dequantised for each product"
+def _problem_without_kernel(chosen: Backend | None, dtype: torch.dtype, device: torch.device) -> str:
+    """The reason why `backend="auto"` chose no kernel; "" if it chose one."""
+    if chosen is None:
+        return NO_KERNEL
+    if chosen.name != DequantizeBackend.name:
+        return ""
+    return f"no kernel for {dtype} on {device.type!r}: weights are dequantised for each product"
 
 
 def build_model(
@@ -145,9 +141,14 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     backend: Backend | None,
-    attn_implementation: str | None = None,
+    attn_implementation: str | None,
+    is_auto: bool,
 ) -> GenerativeModel:
-    """Builds the model of a plan, matrix by matrix. Without a backend, matrices in blocks are dequantised."""
+    """Builds the model of a plan, matrix by matrix. Without a backend, matrices in blocks are dequantised.
+
+    Args:
+        is_auto: whether the user left the choice of the backend to us.
+    """
     check_feature("a model in a GGUF file", "5.18")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"), no_init_weights():
@@ -165,7 +166,7 @@ def build_model(
     model.requires_grad_(False).eval()
     fuse(model)
     run_hybrid_layers(model)
-    model.hf_quantizer = PackedGgufQuantizer()
+    model.hf_quantizer = PackedGgufQuantizer(_problem_without_kernel(backend, dtype, device) if is_auto else "")
     # Embeddings and output layer are packed apart, so nothing may tie them again.
     model._tied_weights_keys = {}
     model.all_tied_weights_keys = {}

@@ -87,18 +87,18 @@ def resize_token_embeddings(
 class PackedGgufQuantizer(HfQuantizer):
     """Marks a model as quantised for transformers: it must not save, train or compile it by itself.
 
-    Attributes:
+    Args:
         problem_without_kernel: reason why the weights were dequantised, if a kernel was to multiply them packed; else
             "" (`target.problem_without_kernel`).
     """
 
     requires_calibration = False
-    problem_without_kernel = ""
 
-    def __init__(self):
+    def __init__(self, problem_without_kernel: str):
         from transformers.utils.quantization_config import GgufConfig  # `build_model` has checked that it is there
 
         super().__init__(GgufConfig())
+        self.problem_without_kernel = problem_without_kernel
 
     def is_serializable(self) -> bool:  # type: ignore[override]
         return False

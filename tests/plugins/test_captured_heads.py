@@ -14,6 +14,7 @@ from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, ranking
 from hf_speculate.graphs.graph_runner import GraphRunner, graphs_of
+from hf_speculate.stats import RunnerRecord
 from hf_speculate_gguf import load_model
 from hf_speculate_plugins import block, eagle, trees
 from hf_speculate_plugins.eagle import EagleDrafter
@@ -201,7 +202,8 @@ def test_the_next_turn_goes_on_compiled(tmp_path, prompt, drafts):
 )
 def test_heads_that_inductor_would_slow_down_are_not_compiled(prompt, outputs, backend, is_compiled):
     fallbacks = Counter()
-    request = DraftRequest(target=target(), input_ids=prompt(4), graph_runner=GraphRunner(backend, fallbacks))
+    runner, record = GraphRunner(backend, fallbacks), RunnerRecord(fallbacks=fallbacks, subject="draft ")
+    request = DraftRequest(target=target(), input_ids=prompt(4), graph_runner=runner, record=record)
     session = medusa(outputs).start(request)
     assert isinstance(session._steps, CapturedSteps) == bool(is_compiled)
     assert bool(fallbacks) != bool(is_compiled)

@@ -13,7 +13,6 @@ hybrid         delta nets and attention of hybrids, between projections that mod
 draft          whole drafts of a head in one native call; ranking and growth: its parts
 """
 
-from .backends import DENSE as DENSE
 from .backends import Backend as Backend
 from .backends import DequantizeBackend as DequantizeBackend
 from .backends import NativeBackend as NativeBackend

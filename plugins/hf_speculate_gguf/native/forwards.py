@@ -52,17 +52,21 @@ class _NativeForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(partial(type(self.module).forward, self.module))
 
-    def _run(self, arguments: tuple[Any, ...], named: dict[str, Any], num_scored: int | None) -> NativeOutput | None:
+    def _output(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> NativeOutput | None:
         """The kernel's output; None if the modules must compute, for the reason in `native.last_problem`."""
         if torch.compiler.is_compiling():
             return None
         try:
             if len(arguments) > 1:
                 raise Refused("arguments without names")
-            return self.native.run(dict(zip(("input_ids",), arguments, strict=False)) | named, num_scored)
+            return self._run(dict(zip(("input_ids",), arguments, strict=False)) | named)
         except Refused as refused:
             self.native.last_problem = str(refused)
             return None
+
+    def _run(self, named: dict[str, Any]) -> NativeOutput:
+        """The kernel's output for named arguments; may raise `Refused`."""
+        raise NotImplementedError
 
 
 class DecoderForward(_NativeForward):
@@ -70,11 +74,14 @@ class DecoderForward(_NativeForward):
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the decoder natively if possible; see `LlamaModel.forward`."""
-        output = self._run(arguments, named, 0)
+        output = self._output(arguments, named)
         if output is None:
             return type(self.module).forward(self.module, *arguments, **named)
         parts: dict[str, Any] = {"hidden_states": output.hidden_states, **as_cache(output.cache)}
         return BaseModelOutputWithPast(last_hidden_state=output.scored.normed, **parts)
+
+    def _run(self, named: dict[str, Any]) -> NativeOutput:
+        return self.native.run(named, 0)
 
 
 class CausalForward(_NativeForward):
@@ -82,7 +89,7 @@ class CausalForward(_NativeForward):
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the model natively if possible; see `LlamaForCausalLM.forward`."""
-        output = self._scored(arguments, named)
+        output = self._output(arguments, named)
         if output is None:
             if isinstance(mask := named.get("attention_mask"), TreeMask):
                 named["attention_mask"] = mask.build()
@@ -90,10 +97,8 @@ class CausalForward(_NativeForward):
         parts: dict[str, Any] = {"hidden_states": output.hidden_states, **as_cache(output.cache)}
         return CausalLMOutputWithPast(logits=output.scored.logits, **parts)
 
-    def _scored(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> NativeOutput | None:
-        to_keep = named.get("logits_to_keep", 0)
-        if type(to_keep) is not int or named.get("labels") is not None:
-            self.native.last_problem = "a loss, or logits at chosen places"
-            return None
-        others = {name: value for name, value in named.items() if name not in ("logits_to_keep", "labels")}
-        return self._run(arguments, others, to_keep or None)
+    def _run(self, named: dict[str, Any]) -> NativeOutput:
+        to_keep, labels = named.pop("logits_to_keep", 0), named.pop("labels", None)
+        if type(to_keep) is not int or labels is not None:
+            raise Refused("a loss, or logits at chosen places")
+        return self.native.run(named, to_keep or None)

@@ -18,12 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hf_speculate.attention import prompt_starts, tree_backends
+from hf_speculate.attention import tree_backends
 from hf_speculate.cache import PreallocatedLayer, as_cache
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.forward import Scorer, problem_with_capture, problem_with_graph
 from hf_speculate.graphs import PromptMasks, Stacks, capacity_for, lease_of, pool_of
-from hf_speculate.stats import DRAFT, GRAPH
 from hf_speculate.target import has_native_layers, num_positions, takes_position_ids
 from hf_speculate.tree import DraftTree
 
@@ -133,7 +132,7 @@ def captured_drafts(
     if runner is None or has_native_layers(model):
         return None
     if problem := _problem(scorer, request):
-        runner.refuse(problem, DRAFT)
+        request.record.refuse(runner.state, problem)
         return None
     return CapturedDrafts(scorer, request, options, prompt_mask)
 
@@ -165,7 +164,7 @@ class CapturedDrafts:
         self._prompts = PromptMasks()
         self._starts = None
         if request.graph_runner.backend is None and scorer.attention.captured_form(scorer.attention_dtype) == "kernel":
-            self._starts = prompt_starts(self._prompt_mask, len(scorer.cache.rows))
+            self._starts = scorer.text_starts
         self._num_read = options.depth + 1  # tokens of a whole accepted path
         self._lease = lease_of(scorer.cache.cache, pool_of(scorer.model))
 
@@ -185,7 +184,7 @@ class CapturedDrafts:
         """
         scorer, top_k = self._scorer, min(top_k, self._vocab_size)
         if len({tuple(buffer.shape[1::2] for buffer in layer.buffers) for layer in self._layers}) > 1:
-            self._runner.refuse("layers of several shapes", DRAFT)
+            scorer.record.refuse(self._runner.state, "layers of several shapes")
             return None
         key: Any = self._runner.choose(scorer.model, model_draft, self._keys(len(new), state, depth, top_k))
 
@@ -193,10 +192,11 @@ class CapturedDrafts:
             return self._arguments(key, new, positions, state, depth)
 
         with tree_backends(scorer.device):
-            result = self._runner.run(scorer.model, scorer.device, key, model_draft, arguments, lambda: None, DRAFT)
+            result = self._runner.run(
+                scorer.model, scorer.device, key, model_draft, arguments, lambda: None, scorer.record
+            )
         if result is None:
             return None
-        scorer.record.ran(GRAPH)
         scorer.cache.has_moved = True
         scorer.cache.keep([range(len(tokens)) for tokens in new])
         tree = first_nodes(result, num_candidates(depth, top_k), depth)

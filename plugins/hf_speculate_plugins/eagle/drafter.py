@@ -116,7 +116,7 @@ class EagleSession(HeadSession[Any]):
         if self._native is None:
             self._request.record.ran(EAGER)
             return None
-        return self._native.recorded(*entries, record=self._request.record)
+        return self._native(*entries, record=self._request.record)
 
     def _read_pending(self) -> None:
         if self._head_cache is None or self._steps is None or self._pending is None:

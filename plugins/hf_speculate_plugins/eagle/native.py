@@ -74,18 +74,21 @@ class NativeForward:
             forward.current_ranking()
         return forward
 
-    def __call__(
-        self,
-        token_ids: Int[Tensor, "B N"],
-        states: Float[Tensor, "B N Hd"],
-        position_ids: Int[Tensor, "B N"],
-        cache: Cache,
-        masks: Sequence[Tensor | None],
-    ) -> Float[Tensor, "B N Hd"] | None:
-        """The result of `run`; None if it is refused."""
-        with suppress(Refused):
-            return self.run(token_ids, states, position_ids, cache, masks)
-        return None
+    def __call__(self, *entries: Any, record: RunnerRecord | None = None) -> Float[Tensor, "B N Hd"] | None:
+        """The result of `run`; None, and nothing was changed, if it is refused.
+
+        Args:
+            record: record of the request, which notes the runner; None for none.
+        """
+        record = record or RunnerRecord()
+        try:
+            states = self.run(*entries)
+        except Refused as refused:
+            record.ran(EAGER)
+            record.refuse(NATIVE, str(refused))
+            return None
+        record.ran(NATIVE)
+        return states
 
     def run(
         self,
@@ -108,17 +111,6 @@ class NativeForward:
         rows = new_rows(self.current_layers(), states, cache, masks[0])
         states, second = self.inputs(token_ids, states)
         return rows.run(states, self.rotary(states, position_ids), second)[-1]
-
-    def recorded(self, *entries: Any, record: RunnerRecord) -> Float[Tensor, "B N Hd"] | None:
-        """The result of `run`, noted in the record of a request; None, and nothing was changed, if it is refused."""
-        try:
-            states = self.run(*entries)
-        except Refused as refused:
-            record.ran(EAGER)
-            record.refuse(NATIVE, str(refused))
-            return None
-        record.ran(NATIVE)
-        return states
 
     @property
     def embeddings(self) -> nn.Module:
@@ -250,7 +242,7 @@ class NativeSteps(PlainSteps):
         record: RunnerRecord | None = None,
     ):
         self._forward, self._record = native, record or RunnerRecord()
-        super().__init__(loaded, head_cache, partial(native.recorded, record=self._record))
+        super().__init__(loaded, head_cache, partial(native, record=self._record))
 
     def tree(self, root: Tensor, state: DraftState, size: TreeSize) -> DraftTree:
         try:

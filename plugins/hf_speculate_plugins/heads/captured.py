@@ -27,7 +27,7 @@ from hf_speculate.graphs import (
     padded_mask,
     pool_of,
 )
-from hf_speculate.stats import DRAFT, GRAPH, RunnerRecord
+from hf_speculate.stats import RunnerRecord
 from hf_speculate.transfers import to_device
 
 from .head import LoadedHead, SharingHead
@@ -103,7 +103,7 @@ class CapturedForwards:
         """
         (batch_size, count), head = inputs[0].shape[:2], self._head
         if count > NODE_BUCKETS[-1]:
-            self._runner.refuse(f"more than {NODE_BUCKETS[-1]} entries of a head at once", DRAFT)
+            self._record.refuse(self._runner.state, f"more than {NODE_BUCKETS[-1]} entries of a head at once")
             return plain()
         width = width if count <= width else width_for(count)
         end = self.end
@@ -131,18 +131,8 @@ class CapturedForwards:
         self, key: Any, function: Any, arguments: Callable[[], tuple[Any, ...]], plain: Callable[[], Result]
     ) -> Any | Result:
         """`GraphRunner.run` for this head, with the attention backends of our forwards."""
-        is_captured = True
-
-        def instead() -> Result:
-            nonlocal is_captured
-            is_captured = False
-            return plain()
-
         with tree_backends(self._head.device):
-            result = self._runner.run(self._head, self._head.device, key, function, arguments, instead, DRAFT)
-        if is_captured:
-            self._record.ran(GRAPH)
-        return result
+            return self._runner.run(self._head, self._head.device, key, function, arguments, plain, self._record)
 
 
 def problem_with_head(head: SharingHead[Any]) -> str:

@@ -13,7 +13,7 @@ from hf_speculate.drafting import Conversations, Drafter, DraftRequest, DraftSes
 from hf_speculate.errors import OptionError, TargetMismatchError
 from hf_speculate.files import user_path
 from hf_speculate.speculator import local_folder, read_options
-from hf_speculate.stats import DRAFT, HeadRecord
+from hf_speculate.stats import HeadRecord
 from hf_speculate.target import GenerativeModel
 
 from ..checkpoints import LoadReport, TargetFiles, checkpoint_files, tensor_shapes
@@ -193,7 +193,7 @@ class HeadSession(DraftSession, Generic[Head]):
         self.carries_over = self._text is not None
         self._runner = request.graph_runner
         if self._runner is not None and (problem := problem_with_head(loaded.head)):
-            self._runner.refuse(problem, DRAFT)
+            request.record.refuse(self._runner.state, problem)
             self._runner = None
         self._head_cache: HeadCache | None = None
         self._steps: Any = None

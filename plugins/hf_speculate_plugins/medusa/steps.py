@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hf_speculate.drafting import DraftRequest, DraftState, Warpers
 from hf_speculate.graphs import Buffers, GraphRunner, SetKey, pool_of
-from hf_speculate.stats import DRAFT, GRAPH, RunnerRecord
+from hf_speculate.stats import RunnerRecord
 from hf_speculate.transfers import copy_to_device, to_device
 from hf_speculate.tree import DraftTree
 
@@ -148,10 +148,9 @@ class CapturedSteps:
             return heads, self._lm_head, inputs, form, tuple(state.warpers), tree.max_depth, tree.num_ranks
 
         key = (len(state.root_ids), heads.dtype, tree, *form_of(state))
-        result = self._runner.run(heads, heads.device, key, medusa_draft, arguments, lambda: None, DRAFT)
+        result = self._runner.run(heads, heads.device, key, medusa_draft, arguments, lambda: None, self._record)
         if result is None:
             return self._plain.draft(seen, state, tree, depth)
-        self._record.ran(GRAPH)
         tree = tree.cut(depth)
         tokens, parents, values = (part[:, : 1 + len(tree.paths)] for part in (result[0], form.parents, result[1]))
         return DraftTree(tokens, parents, max_depth=tree.max_depth, values=values)
@@ -194,7 +193,7 @@ def steps_of(heads: MedusaHeads, quantized: QuantizedOutputs, request: DraftRequ
     if runner is not None:
         if not (problem := _problem_with(heads, lm_head, runner)):
             return CapturedSteps(plain, heads, lm_head, runner, record)
-        runner.refuse(problem, DRAFT)
+        record.refuse(runner.state, problem)
     if outputs := quantized.of(request.target):
         return PlainSteps(heads, QuantizedHeadForward(heads, outputs), record)
     return plain

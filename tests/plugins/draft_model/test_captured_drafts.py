@@ -15,6 +15,7 @@ from hf_speculate import Speculator, tree
 from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.drafting import DraftRequest, DraftState, ranking
 from hf_speculate.graphs.graph_runner import GraphRunner, graphs_of
+from hf_speculate.stats import RunnerRecord
 from hf_speculate_plugins import trees
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 from hf_speculate_plugins.draft_model.session import DraftModelSession
@@ -174,7 +175,9 @@ class Stranger:
         facts = {"target": model, "input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         self.fallbacks = Counter()
         runner = GraphRunner(None, self.fallbacks)
-        self._sessions = drafter.start(DraftRequest(**facts)), drafter.start(DraftRequest(**facts, graph_runner=runner))
+        record = RunnerRecord(fallbacks=self.fallbacks, subject="draft ")
+        of_graph = DraftRequest(**facts, graph_runner=runner, record=record)
+        self._sessions = drafter.start(DraftRequest(**facts)), drafter.start(of_graph)
         self._choose = random.Random(seed)
         self._texts = [[self._any()] for _ in lengths]
         known = torch.cat([batch["input_ids"][:, 1:], torch.tensor(self._texts)], dim=1)

@@ -11,6 +11,7 @@ import torch
 from hf_speculate import Speculator
 from hf_speculate.drafting import DraftRequest, DraftState
 from hf_speculate.graphs import GraphRunner
+from hf_speculate.stats import RunnerRecord
 from hf_speculate_plugins.medusa import MedusaDrafter, StaticTree
 from hf_speculate_plugins.medusa.drafter import MedusaSession
 from hf_speculate_plugins.medusa.steps import CapturedSteps, PlainSteps
@@ -121,7 +122,8 @@ def test_an_output_layer_that_is_elsewhere_is_not_recorded():
     """Accelerate fetches an offloaded one at each call."""
     model, fallbacks = copy.deepcopy(target()), Counter()
     model.lm_head.to("meta")
-    request = DraftRequest(target=model, input_ids=torch.zeros(1, 1).long(), graph_runner=GraphRunner(None, fallbacks))
+    runner, record = GraphRunner(None, fallbacks), RunnerRecord(fallbacks=fallbacks, subject="draft ")
+    request = DraftRequest(target=model, input_ids=torch.zeros(1, 1).long(), graph_runner=runner, record=record)
     for heads, kind in ((random_heads(outputs=0), PlainSteps), (random_heads(), CapturedSteps)):
         assert type(medusa(target(), heads).start(request)._steps) is kind
     assert fallbacks == {"draft not recorded: Medusa heads and the target's output layer on different devices": 1}
