@@ -175,6 +175,20 @@ def test_native_forward_of_a_copy_has_its_own_weights(calls):
         torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-4, msg="another tensor in the same place")
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_draft_of_one_level_after_a_prompt_shorter_than_its_width(tiny_model, prompt, do_sample):
+    """No level is run then: only the root is ranked."""
+    model, loaded = tiny_model(num_layers=7, hidden_size=64), LoadedHead(make_head(), None, LoadReport("made here"))
+    speculator = Speculator(EagleDrafter(loaded, model, EagleOptions(depth=1, top_k=8)), adaptive=False)
+    request = {"max_new_tokens": 8, "do_sample": do_sample, "pad_token_id": 0}
+    torch.manual_seed(0)
+    plain = model.generate(prompt(3), **request)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(prompt(3), **request, speculator=speculator), plain)
+    assert set(speculator.stats.draft_runners) == {"native"}
+    assert speculator.stats.drafted_tokens > 8
+
+
 class TestRecords:
     """What statistics say about the runner of a draft."""
 

@@ -178,7 +178,8 @@ class NativeDraft:
         """Sets the addresses of trees, states, angles and of what is visible before; raises `WrongBufferError`."""
         (batch_size, width, depth), hidden = growth.size, self.rows.layers.hidden
         dtype, head_dim = self.rows.layers.dtype, self.rows.layers.heads[1]
-        layers.check_rows(batch_size, width, self.rows.num_before + width * (depth - 1))
+        num_queries = width if depth > 1 else 1  # the last level is ranked, but not run
+        layers.check_rows(batch_size, num_queries, self.rows.num_before + width * (depth - 1))
         growth.check_columns(draft.ranking.num_columns)
         check_range("the width of embeddings", draft.embeddings.in_features, hidden, hidden)
         check_range("the width of ranked states", draft.ranking.output.in_features, hidden, hidden)
