@@ -204,7 +204,7 @@ template <class T> float weigh(const VisibleRanges<T>& visible, float* scores, i
   Floats most = load<Floats>(scores), sum = {};
   for (int64_t i = LANES; i < count; i += LANES) {
     const Floats v = load<Floats>(scores + i);
-    most = v > most ? v : most;
+    most = choose(v > most, v, most);
   }
   float highest = most[0];
   for (int i = 1; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;

@@ -10,23 +10,30 @@ INLINE Floats widen_halves(const uint8_t* from) {
 #if HAS_AVX512
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
 #elif HAS_AVX2
-  const __m256 both[2] = {_mm256_cvtph_ps(load<__m128i>(from)), _mm256_cvtph_ps(load<__m128i>(from + 16))};
-  return reinterpret<Floats>(both);
+  return by_part([&](int i) { return (WideFloats)_mm256_cvtph_ps(load<__m128i>(from + 2 * WIDE * i)); });
 #else
-  const Words halves = __builtin_convertvector(load<Halves>(from), Words), bits = (halves & 0x7fff) << 13;
-  const Floats normal = reinterpret<Floats>(bits + (112u << 23));
-  const Floats subnormal = reinterpret<Floats>(bits + (113u << 23)) - 0x1p-14f;
-  const Floats value = (bits >> 23) == 0 ? subnormal : normal;
-  return reinterpret<Floats>(reinterpret<Words>(value) | (halves & 0x8000) << 16);
+  return by_part([&](int i) {
+    const WideWords halves = __builtin_convertvector(load<WideHalves>(from + 2 * WIDE * i), WideWords);
+    const WideWords bits = (halves & 0x7fff) << 13;
+    const WideFloats normal = reinterpret<WideFloats>(bits + (112u << 23));
+    const WideFloats subnormal = reinterpret<WideFloats>(bits + (113u << 23)) - 0x1p-14f;
+    const WideFloats value = (bits >> 23) == 0 ? subnormal : normal;
+    return reinterpret<WideFloats>(reinterpret<WideWords>(value) | (halves & 0x8000) << 16);
+  });
 #endif
 }
 
-// In two steps: GCC would make sixteen scalar conversions of one.
 INLINE Floats widen_bytes(const uint8_t* from) {
 #if HAS_AVX512
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif HAS_AVX2
+  return by_part([&](int i) {
+    return (WideFloats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + WIDE * i))));
+  });
 #else
-  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+  return by_part([&](int i) {
+    return __builtin_convertvector(__builtin_convertvector(load<WideBytes>(from + WIDE * i), WideInts), WideFloats);
+  });
 #endif
 }
 
@@ -41,23 +48,21 @@ constexpr int byte_of(int column) { return column % 2 * 2 + column / 4 % 2; }
 alignas(16) constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // The table entry for each byte, which must be less than 16.
-template <class V> INLINE V look_up(const V& codes) {
+INLINE WideWords look_up(const WideWords& codes) {
 #if HAS_AVX512
-  if constexpr (sizeof(V) == 64)
-    return reinterpret<V>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(TABLE)), (__m512i)codes));
+  return (WideWords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(TABLE)), (__m512i)codes);
 #elif HAS_AVX2
-  V found;
-  for (size_t i = 0; i < sizeof(V); i += 32) {
-    const __m256i part = load<__m256i>((const uint8_t*)&codes + i);
-    store((uint8_t*)&found + i, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(TABLE)), part));
-  }
-  return found;
-#endif
-  uint8_t bytes[sizeof(V)];
+  return (WideWords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(TABLE)), (__m256i)codes);
+#else
+  uint8_t bytes[sizeof codes];
   store(bytes, codes);
   for (uint8_t& byte : bytes) byte = TABLE[byte];
-  return load<V>(bytes);
+  return load<WideWords>(bytes);
+#endif
 }
+#if !HAS_AVX512
+INLINE Words look_up(const Words& codes) { return by_part([&](int i) { return look_up(codes.parts[i]); }); }
+#endif
 
 // The layout of a type in a tile of 16 matrix rows, one in each lane; a cell is 32 of its columns. Memory holds the low
 // bits of all codes, then their high bits, then scales and offsets. Bits are stored quad after quad, ascending from bit
@@ -140,7 +145,7 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
       const Words h = HIGH ? load<Words>(word(high, HIGH, q)) >> shift : Words{};
       Words code = joined(load<Words>(word(low, LOW, q)) >> shift, q * LOW % 8, h, q * HIGH % 8, 1);
       if (LOOKS_UP) code = look_up(code) & 255;
-      return __builtin_convertvector(reinterpret<Ints>(code) - BIAS, Floats);
+      return convert(reinterpret<Ints>(code) - BIAS);
     }
 
 #if HAS_BF16

@@ -8,11 +8,11 @@ namespace {
 
 // A cell of a row in 8-bit integers [quad, 4], in a cache line of its own: threads write neighbouring rows at the same
 // time. Sums are over the first 16 columns, the other 16, and all: `sums` of the quantised values, `counts` of the
-// integers, negative.
+// integers, negative: of the even columns and of the odd ones.
 struct alignas(64) QuantizedCell {
   int8_t values[COLUMNS];
   float scale, sums[3];
-  int32_t counts[3];
+  int16_t counts[3][2];
 };
 
 // Cells [cell, row].
@@ -49,25 +49,25 @@ INLINE uint32_t highest_bits(const Floats halves[2]) {
 #endif
 }
 
-// Writes 32 integers as bytes in the order of quads. Returns the sum of each half through `sums`.
-INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
+// Writes 32 integers as bytes in the order of quads. Returns the sums of each half's even and odd columns through `sums`.
+INLINE void put_bytes(const Ints integers[2], int8_t* to, int16_t sums[2][2]) {
 #if HAS_AVX512
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
   for (int h = 0; h < 2; h++) {
     const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)integers[h]), order);
     store(to + h * LANES, bytes);
-    const __m128i eights = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), __m128i{});  // of bytes + 128
-    sums[h] = _mm_cvtsi128_si32(eights) + _mm_extract_epi32(eights, 2) - LANES * 128;
+    __m128i twos = _mm_maddubs_epi16(_mm_set1_epi8(1), bytes);
+    twos = _mm_add_epi16(twos, _mm_shuffle_epi32(twos, 0x4e));
+    store(sums[h], _mm_cvtsi128_si32(_mm_add_epi16(twos, _mm_shuffle_epi32(twos, 0xb1))));
   }
 #elif HAS_AVX2
   __m256i eights[4], pairs[2];
   for (int i = 0; i < 4; i++) eights[i] = load<__m256i>((const int32_t*)integers + 8 * i);
   for (int h = 0; h < 2; h++) {
     pairs[h] = _mm256_packs_epi32(eights[2 * h], eights[2 * h + 1]);
-    const __m256i twos = _mm256_madd_epi16(pairs[h], _mm256_set1_epi16(1));
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(twos), _mm256_extracti128_si256(twos, 1));
-    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    sums[h] = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+    __m128i some = _mm_add_epi16(_mm256_castsi256_si128(pairs[h]), _mm256_extracti128_si256(pairs[h], 1));
+    some = _mm_add_epi16(some, _mm_shuffle_epi32(some, 0x4e));
+    store(sums[h], _mm_cvtsi128_si32(_mm_add_epi16(some, _mm_shuffle_epi32(some, 0xb1))));
   }
   // first four of every eight columns in the lower half, the others in the upper
   const __m256i all = _mm256_packs_epi16(pairs[0], pairs[1]);
@@ -76,10 +76,10 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int sums[2]) {
   store(to + LANES, _mm_unpackhi_epi8(first, last));
 #else
   for (int h = 0; h < 2; h++) {
-    sums[h] = 0;
+    sums[h][0] = sums[h][1] = 0;
     for (int i = 0; i < LANES; i++) {
       const int column = h * LANES + i;
-      to[4 * quad_of(column) + byte_of(column)] = integers[h][i], sums[h] += integers[h][i];
+      to[4 * quad_of(column) + byte_of(column)] = integers[h][i], sums[h][i % 2] += integers[h][i];
     }
   }
 #endif
@@ -95,17 +95,22 @@ template <class T> void quantize_cell(const T* from, QuantizedCell& to) {
   Ints integers[2];
   for (int h = 0; h < 2; h++)
     integers[h] = reinterpret<Ints>((is_finite ? halves[h] : Floats{}) * factor + ROUNDING) - reinterpret<int32_t>(ROUNDING);
-  int sums[3];
+  int16_t sums[3][2];
   put_bytes(integers, to.values, sums);
-  sums[2] = sums[0] + sums[1];
-  to.scale = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
-  for (int i = 0; i < 3; i++) to.sums[i] = to.scale * sums[i], to.counts[i] = -sums[i];
+  for (int p = 0; p < 2; p++) sums[2][p] = sums[0][p] + sums[1][p];
+  for (int i = 0; i < 6; i++) to.counts[i / 2][i % 2] = -sums[i / 2][i % 2];
+  const float own = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
+  const int totals[4] = {1, sums[0][0] + sums[0][1], sums[1][0] + sums[1][1], sums[2][0] + sums[2][1]};
+  float scaled[4];
+  for (int i = 0; i < 4; i++) scaled[i] = own * totals[i];  // a single vector
+  to.scale = scaled[0];
+  memcpy(to.sums, scaled + 1, sizeof to.sums);
 }
 
-#if HAS_AVX512 && defined(__AVX512VNNI__)
+#if (HAS_AVX512 && defined(__AVX512VNNI__)) || (HAS_AVX2 && defined(__AVXVNNI__))
 #define HAS_VNNI 1
-#elif HAS_AVX2 && defined(__AVXVNNI__)
-#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
 #endif
 #if HAS_VNNI
 constexpr bool TAKES_UNSIGNED = true, ADDS_WHOLE = true;
@@ -119,19 +124,11 @@ constexpr bool TAKES_UNSIGNED = false, ADDS_WHOLE = false;
 template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, const WideWords& codes, int32_t x) {
 #if HAS_AVX512 && HAS_VNNI
   return (WideInts)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
-#elif HAS_VNNI
-  return (WideInts)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
 #elif HAS_AVX512
   const __m512i bytes = _mm512_set1_epi32(x), v = (__m512i)codes;
   const __m512i turned = _mm512_mask_sub_epi8(bytes, _mm512_movepi8_mask(v), __m512i{}, bytes);
   return (WideInts)_mm512_add_epi16((__m512i)sum, IS_SIGNED ? _mm512_maddubs_epi16(_mm512_abs_epi8(v), turned)
                                                             : _mm512_maddubs_epi16(v, bytes));
-#elif HAS_AVX2
-  const __m256i bytes = _mm256_set1_epi32(x), v = (__m256i)codes;
-  __m256i total = _mm256_add_epi16((__m256i)sum, IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(bytes, v))
-                                                           : _mm256_maddubs_epi16(v, bytes));
-  __asm__("" : "+x"(total));  // GCC would add products in pairs later, and run out of registers
-  return (WideInts)total;
 #else
   WideInts total = sum;
   for (int b = 0; b < 4; b++) total += ((WideInts)(codes << (24 - 8 * b)) >> 24) * int32_t(int8_t(x >> 8 * b));
@@ -140,12 +137,8 @@ template <bool IS_SIGNED> INLINE WideInts add_products(const WideInts& sum, cons
 }
 
 INLINE WideInts widened(const WideInts& sums) {
-#if HAS_VNNI
-  return sums;
-#elif HAS_AVX512
+#if HAS_AVX512 && !HAS_VNNI
   return (WideInts)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
-#elif HAS_AVX2
-  return (WideInts)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
 #else
   return sums;
 #endif
@@ -165,7 +158,13 @@ template <class F> struct Bytewise {
 
   // What a row's sums over a group begin with: -BIAS * sum of the row's integers.
   static INLINE WideInts start(const QuantizedCell& x, int g) {
-    return HAS_BIAS ? (WideInts{} + x.counts[sum_of_group(F::GROUPS, g)]) * F::BIAS : WideInts{};
+    const int16_t* counts = x.counts[sum_of_group(F::GROUPS, g)];
+    if (!HAS_BIAS) return WideInts{};
+#if HAS_AVX512
+    return (WideInts)_mm512_madd_epi16(_mm512_set1_epi32(load<int32_t>(counts)), _mm512_set1_epi16(F::BIAS));
+#else
+    return WideInts{} + (counts[0] + counts[1]) * F::BIAS;
+#endif
   }
 };
 
@@ -179,7 +178,7 @@ INLINE V add(const V& products, const V& integers, const V& scales, const V& off
 // Tiles that are multiplied together, and vectors of them whose sums are in registers together: a row's bytes are
 // broadcast once for all of these.
 template <> constexpr int TILES<QuantizedRows> = HAS_AVX512 ? 2 : 1;
-constexpr int VECTORS = HAS_AVX512 || HAS_AVX2 ? 2 : 1;
+constexpr int VECTORS = HAS_AVX512 ? 2 : 1;
 
 // Multiplies TILES tiles with ROWS rows from row m on.
 template <int ROWS, class F>

@@ -9,9 +9,10 @@
 namespace {
 
 INLINE bool any(const Ints& lanes) {
-  typedef int64_t Pairs __attribute__((vector_size(64)));
-  const Pairs v = reinterpret<Pairs>(lanes);
-  return (v[0] | v[1] | v[2] | v[3] | v[4] | v[5] | v[6] | v[7]) != 0;
+  int64_t pairs[LANES / 2], all = 0;
+  store(pairs, lanes);
+  for (int64_t pair : pairs) all |= pair;
+  return all;
 }
 
 // `RankingStructure` of ranking.py.
@@ -66,7 +67,7 @@ inline void keep_likely(const Ranking& call, float* scores, int64_t width, float
   if (call.top_p < 1) {
     const float before = call.top_k ? bound : 0;
     for (int64_t i = 0; i < width; i += LANES) {
-      const Floats mass = load<Floats>(masses + i), kept = mass < before ? Floats{} : mass;
+      const Floats mass = load<Floats>(masses + i), kept = choose(mass < before, Floats{}, mass);
       store(masses + i, kept);
       total += kept;
     }
@@ -74,7 +75,7 @@ inline void keep_likely(const Ranking& call, float* scores, int64_t width, float
   }
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats score = load<Floats>(scores + i), lowest = Floats{} + LOWEST;
-    store(scores + i, load<Floats>(masses + i) < bound ? lowest : score);
+    store(scores + i, choose(load<Floats>(masses + i) < bound, lowest, score));
   }
 }
 
@@ -89,7 +90,7 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
   for (int64_t i = 0; i < width; i += LANES) {
     const Floats value = load<Floats>(scores + i) * factor;
     odd |= value != value;
-    most = value > most ? value : most;
+    most = choose(value > most, value, most);
     store(scores + i, value);
   }
   float highest = highest_of(most);
@@ -102,7 +103,7 @@ inline bool rank_row(const Ranking& call, int64_t row, int64_t width, float* sco
       Floats own = {};
       memcpy(&own, noise + i, (count - i < LANES ? count - i : LANES) * sizeof(float));
       const Floats value = load<Floats>(scores + i) - own;
-      most = value > most ? value : most;
+      most = choose(value > most, value, most);
       store(scores + i, value);
     }
     highest = highest_of(most);

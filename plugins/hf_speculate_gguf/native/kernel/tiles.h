@@ -2,6 +2,7 @@
 #pragma once
 
 #include "amx.h"
+#include "avx2.h"
 
 namespace {
 
@@ -20,7 +21,7 @@ template <class T> int64_t filled_rows(int64_t count, bool quantize) {
 // Number of rows whose sums are in registers together.
 template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 8 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
-template <> constexpr int ROWS_AT_ONCE<QuantizedRows> = HAS_AVX2 || (HAS_AVX512 && !ADDS_WHOLE) ? 4 : 8;
+template <> constexpr int ROWS_AT_ONCE<QuantizedRows> = HAS_AVX512 && !ADDS_WHOLE ? 4 : 8;
 
 // Multiplies tiles with all rows from row m on, ROWS at a time and then fewer. Each block of rows decodes the tiles
 // again, at the cost of two rows. Keeping decoded cells for up to 64 rows was not faster.
@@ -57,7 +58,11 @@ template <class F, class X> class Multiplier {
     if constexpr (SIZE < 4)
       if (amx) done = multiply_amx<F>(tiles, x, products);
 #endif
-    multiply_rest<ROWS_AT_ONCE<X>, F>(tiles, x, done, products);
+#if HAS_AVX2
+    if constexpr (SIZE == 1) multiply_quantized<F>(tiles, x, products);
+    else
+#endif
+      multiply_rest<ROWS_AT_ONCE<X>, F>(tiles, x, done, products);
   }
 
  private:

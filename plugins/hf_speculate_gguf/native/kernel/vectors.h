@@ -29,13 +29,6 @@ constexpr int LANES = 16, COLUMNS = 32, SUPER_CELLS = 8;
 constexpr int CHUNK = 128;  // most rows of an input in one call
 constexpr int CELL = COLUMNS * LANES;
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Shorts __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
-
 #ifndef HAS_AVX512
 #define HAS_AVX512 0
 #endif
@@ -58,14 +51,77 @@ constexpr int PARTS = LANES / WIDE;
 typedef float WideFloats __attribute__((vector_size(4 * WIDE)));
 typedef int32_t WideInts __attribute__((vector_size(4 * WIDE)));
 typedef uint32_t WideWords __attribute__((vector_size(4 * WIDE)));
+typedef uint16_t WideHalves __attribute__((vector_size(2 * WIDE)));
+typedef int8_t WideBytes __attribute__((vector_size(WIDE)));
+
+// Sixteen lanes. Compilers keep vectors that are wider than the CPU's in memory, and often compute them lane by lane.
+template <class V> struct Sixteen {
+  V parts[PARTS];
+
+  INLINE auto operator[](int i) const { return parts[i / WIDE][i % WIDE]; }
+};
+
+template <class V> constexpr bool IS_SIXTEEN = false;
+template <class V> constexpr bool IS_SIXTEEN<Sixteen<V>> = true;
 
 template <class V> INLINE V load(const void* from) {
   V v;
-  memcpy(&v, from, sizeof v);
+  if constexpr (IS_SIXTEEN<V>)
+    for (int i = 0; i < PARTS; i++) memcpy(&v.parts[i], (const char*)from + 4 * WIDE * i, 4 * WIDE);
+  else
+    memcpy(&v, from, sizeof v);
   return v;
 }
-template <class V> INLINE void store(void* to, const V& v) { memcpy(to, &v, sizeof v); }
+template <class V> INLINE void store(void* to, const V& v) {
+  if constexpr (IS_SIXTEEN<V>)
+    for (int i = 0; i < PARTS; i++) memcpy((char*)to + 4 * WIDE * i, &v.parts[i], 4 * WIDE);
+  else
+    memcpy(to, &v, sizeof v);
+}
 template <class V, class U> INLINE V reinterpret(const U& u) { return load<V>(&u); }
+
+#if HAS_AVX512
+typedef WideFloats Floats;
+typedef WideInts Ints;
+typedef WideWords Words;
+typedef uint16_t Shorts __attribute__((vector_size(64)));
+
+INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) { return mask ? yes : no; }
+INLINE Floats convert(const Ints& v) { return __builtin_convertvector(v, Floats); }
+#else
+typedef Sixteen<WideFloats> Floats;
+typedef Sixteen<WideInts> Ints;
+typedef Sixteen<WideWords> Words;
+
+// The vector of what `of` returns for each part.
+template <class Of> INLINE auto by_part(const Of& of) {
+  Sixteen<decltype(of(0))> made;
+#pragma GCC unroll 4
+  for (int i = 0; i < PARTS; i++) made.parts[i] = of(i);
+  return made;
+}
+
+#define OPERATOR(op)                                                                         \
+  template <class V> INLINE auto operator op(const Sixteen<V>& a, const Sixteen<V>& b) {     \
+    return by_part([&](int i) { return a.parts[i] op b.parts[i]; });                         \
+  }                                                                                          \
+  template <class V, class Scalar> INLINE auto operator op(const Sixteen<V>& a, Scalar b) {  \
+    return by_part([&](int i) { return a.parts[i] op b; });                                  \
+  }
+OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|) OPERATOR(^) OPERATOR(<<) OPERATOR(>>)
+OPERATOR(<) OPERATOR(>) OPERATOR(>=) OPERATOR(==) OPERATOR(!=)
+#undef OPERATOR
+template <class V> INLINE auto operator-(const Sixteen<V>& a) { return by_part([&](int i) { return -a.parts[i]; }); }
+template <class V> INLINE auto operator~(const Sixteen<V>& a) { return by_part([&](int i) { return ~a.parts[i]; }); }
+template <class V, class Other> INLINE Sixteen<V>& operator+=(Sixteen<V>& a, const Other& b) { return a = a + b; }
+template <class V, class Other> INLINE Sixteen<V>& operator*=(Sixteen<V>& a, const Other& b) { return a = a * b; }
+template <class V, class Other> INLINE Sixteen<V>& operator|=(Sixteen<V>& a, const Other& b) { return a = a | b; }
+
+INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
+  return by_part([&](int i) { return mask.parts[i] ? yes.parts[i] : no.parts[i]; });
+}
+INLINE Floats convert(const Ints& v) { return by_part([&](int i) { return __builtin_convertvector(v.parts[i], WideFloats); }); }
+#endif
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) { return reinterpret<float>(uint32_t(x) << 16); }
@@ -76,33 +132,55 @@ INLINE Floats widen(const uint16_t* from) {
 #if HAS_AVX512
   return reinterpret<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16));
 #else
-  return reinterpret<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
+  return by_part([&](int i) {
+    return reinterpret<WideFloats>(__builtin_convertvector(load<WideHalves>(from + WIDE * i), WideWords) << 16);
+  });
 #endif
 }
 
 // Stores sixteen values; bfloat16 is rounded to nearest, ties to even.
 INLINE void narrow(float* to, const Floats& v) { store(to, v); }
-INLINE void narrow(uint16_t* to, const Floats& v) {
 #if HAS_BF16
-  store(to, _mm512_cvtneps_pbh((__m512)v));
+INLINE void narrow(uint16_t* to, const Floats& v) { store(to, _mm512_cvtneps_pbh((__m512)v)); }
 #else
-  const Words bits = reinterpret<Words>(v);
-  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const Words quiet = (bits >> 16) | 64;  // a NaN must not be rounded to infinity
-  store(to, __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves));
-#endif
+INLINE WideHalves narrowed(const WideFloats& v) {
+  const WideWords bits = reinterpret<WideWords>(v), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const WideWords quiet = (bits >> 16) | 64;  // a NaN must not be rounded to infinity
+  return __builtin_convertvector(v != v ? quiet : rounded, WideHalves);
 }
+INLINE void narrow(uint16_t* to, const Floats& v) {
+  for (int i = 0; i < PARTS; i++) store(to + WIDE * i, narrowed(reinterpret<Sixteen<WideFloats>>(v).parts[i]));
+}
+#endif
 
 // Alternating lanes of two vectors, from their lower or their upper halves.
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, WideInts{__VA_ARGS__})
 #endif
-INLINE Words lower_lanes(Words a, Words b) { return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
-INLINE Words upper_lanes(Words a, Words b) {
-  return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#if HAS_AVX512
+#define LOWER 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define UPPER 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif HAS_AVX2
+#define LOWER 0, 8, 1, 9, 2, 10, 3, 11
+#define UPPER 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LOWER 0, 4, 1, 5
+#define UPPER 2, 6, 3, 7
+#endif
+INLINE WideWords lower_lanes(const WideWords& a, const WideWords& b) { return SHUFFLE(a, b, LOWER); }
+INLINE WideWords upper_lanes(const WideWords& a, const WideWords& b) { return SHUFFLE(a, b, UPPER); }
+#if !HAS_AVX512
+INLINE Words mixed_lanes(const Words& a, const Words& b, int first) {
+  return by_part([&](int i) {
+    const WideWords &x = a.parts[first + i / 2], &y = b.parts[first + i / 2];
+    return i % 2 ? upper_lanes(x, y) : lower_lanes(x, y);
+  });
 }
+INLINE Words lower_lanes(const Words& a, const Words& b) { return mixed_lanes(a, b, 0); }
+INLINE Words upper_lanes(const Words& a, const Words& b) { return mixed_lanes(a, b, PARTS / 2); }
+#endif
 
 // Turns rows into columns: each round rotates the bits of (row, lane) by one.
 INLINE void transpose(Words v[LANES]) {
@@ -131,22 +209,26 @@ INLINE float sum_of(const Floats& v) {
 constexpr float ROUNDING = 12582912.0f;
 
 // e^x to 2 units in the last place; 0 below -87, constant above 88. Cody-Waite reduction, polynomial of Cephes.
-INLINE Floats exponential(Floats x) {
-  const Floats low = Floats{} - 87.0f, high = Floats{} + 88.0f;
-  const Ints vanishes = x < low;
+INLINE WideFloats exponential(WideFloats x) {
+  const WideFloats low = WideFloats{} - 87.0f, high = WideFloats{} + 88.0f;
+  const WideInts vanishes = x < low;
   x = x < low ? low : x;
   x = x > high ? high : x;
-  const Floats shifted = x * 1.44269504f + ROUNDING, n = shifted - ROUNDING;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  const WideFloats shifted = x * 1.44269504f + ROUNDING, n = shifted - ROUNDING;
+  const WideFloats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  WideFloats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * (r * r) + r + 1.0f;
-  const Ints exponent = reinterpret<Ints>(shifted) << 23;
-  const Floats value = reinterpret<Floats>(reinterpret<Ints>(y) + exponent);
-  return reinterpret<Floats>(reinterpret<Ints>(value) & ~vanishes);
+  const WideInts exponent = reinterpret<WideInts>(shifted) << 23;
+  const WideFloats value = reinterpret<WideFloats>(reinterpret<WideInts>(y) + exponent);
+  return reinterpret<WideFloats>(reinterpret<WideInts>(value) & ~vanishes);
 }
+
+#if !HAS_AVX512
+INLINE Floats exponential(const Floats& x) { return by_part([&](int i) { return exponential(x.parts[i]); }); }
+#endif
 
 }  // namespace
