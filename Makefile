@@ -8,7 +8,7 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-first bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
 
-.PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize gpu lint fix docs bench \
+.PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize arm gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean
 
 demo: $(DEMO) smollm2 kernel
@@ -140,6 +140,15 @@ sanitize: $(SETUP)
 	CXX=g++ LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q -p tests.support.sanitized -m "not gpu and not slow" $(NATIVE_TESTS) \
   --ignore tests/native/test_native.py --deselect tests/native/test_targets.py::test_resident_memory_stays_near_the_size_of_the_file
+
+# The kernel for ARM, cross-compiled and run by an emulator. Debian's packages are installed where they are missing; where
+# that fails, the tests are skipped and say so.
+ARM_PACKAGES := qemu-user g++-aarch64-linux-gnu
+
+arm: $(SETUP)
+	@command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g++ >/dev/null || { \
+	echo "installing $(ARM_PACKAGES)"; apt-get install -qq -y $(ARM_PACKAGES) >/dev/null || echo "apt-get could not install $(ARM_PACKAGES)"; }
+	$(BIN)/python -m pytest -q -rs -m slow tests/native/test_arm.py
 
 # With a GPU: the tests marked `gpu`, then a report of what it does with this version. make gpu ARGS="--out FILE"
 gpu: $(SETUP)

@@ -6,16 +6,6 @@
 
 namespace {
 
-INLINE WideFloats widen_part(const float* from) { return load<WideFloats>(from); }
-INLINE WideFloats widen_part(const uint16_t* from) {
-#if HAS_AVX512
-  return widen(from);
-#else
-  typedef uint16_t Part __attribute__((vector_size(2 * WIDE)));
-  return reinterpret<WideFloats>(__builtin_convertvector(load<Part>(from), WideWords) << 16);
-#endif
-}
-
 INLINE float total(const WideFloats& v) {
 #if HAS_AVX512
   return _mm512_reduce_add_ps((__m512)v);

@@ -11,6 +11,8 @@ INLINE Floats widen_halves(const uint8_t* from) {
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
 #elif HAS_AVX2
   return by_part([&](int i) { return (WideFloats)_mm256_cvtph_ps(load<__m128i>(from + 2 * WIDE * i)); });
+#elif HAS_NEON
+  return by_part([&](int i) { return (WideFloats)vcvt_f32_f16((float16x4_t)vld1_u16((const uint16_t*)from + WIDE * i)); });
 #else
   return by_part([&](int i) {
     const WideWords halves = __builtin_convertvector(load<WideHalves>(from + 2 * WIDE * i), WideWords);
@@ -30,6 +32,11 @@ INLINE Floats widen_bytes(const uint8_t* from) {
   return by_part([&](int i) {
     return (WideFloats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + WIDE * i))));
   });
+#elif HAS_NEON
+  const int16x8_t halves[2] = {vmovl_s8(vld1_s8((const int8_t*)from)), vmovl_s8(vld1_s8((const int8_t*)from + 8))};
+  return by_part([&](int i) {
+    return (WideFloats)vcvtq_f32_s32(i % 2 ? vmovl_high_s16(halves[i / 2]) : vmovl_s16(vget_low_s16(halves[i / 2])));
+  });
 #else
   return by_part([&](int i) {
     return __builtin_convertvector(__builtin_convertvector(load<WideBytes>(from + WIDE * i), WideInts), WideFloats);
@@ -48,20 +55,24 @@ constexpr int byte_of(int column) { return column % 2 * 2 + column / 4 % 2; }
 alignas(16) constexpr uint8_t TABLE[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // The table entry for each byte, which must be less than 16.
-INLINE WideWords look_up(const WideWords& codes) {
+template <class V> INLINE V look_up(const V& codes) {
 #if HAS_AVX512
-  return (WideWords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(TABLE)), (__m512i)codes);
+  return (V)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(TABLE)), (__m512i)codes);
 #elif HAS_AVX2
-  return (WideWords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(TABLE)), (__m256i)codes);
+  return (V)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(TABLE)), (__m256i)codes);
+#elif HAS_NEON
+  return (V)vqtbl1q_u8(vld1q_u8(TABLE), (uint8x16_t)codes);
 #else
-  uint8_t bytes[sizeof codes];
+  uint8_t bytes[sizeof(V)];
   store(bytes, codes);
   for (uint8_t& byte : bytes) byte = TABLE[byte];
-  return load<WideWords>(bytes);
+  return load<V>(bytes);
 #endif
 }
 #if !HAS_AVX512
-INLINE Words look_up(const Words& codes) { return by_part([&](int i) { return look_up(codes.parts[i]); }); }
+template <class V> INLINE Sixteen<V> look_up(const Sixteen<V>& codes) {
+  return by_part([&](int i) { return look_up(codes.parts[i]); });
+}
 #endif
 
 // The layout of a type in a tile of 16 matrix rows, one in each lane; a cell is 32 of its columns. Memory holds the low
@@ -174,6 +185,16 @@ template <int LOW_, int HIGH_, int GROUP_, bool SUPER_, bool OFFSET_, int BIAS_,
    private:
     static INLINE const uint8_t* word(const uint8_t* plane, int width, int quad) { return plane + 64 * (quad * width / 8); }
 
+#if HAS_NEON
+    static INLINE Octets joined(Octets low, int low_at, Octets high, int high_at, uint32_t) {
+      low = low >> uint8_t(low_at);
+      if (low_at + LOW < 8) low = low & uint8_t(LOW_MASK);
+      if (!HIGH) return low;
+      const uint8_t right = high_at > LOW ? high_at - LOW : 0, left = high_at > LOW ? 0 : LOW - high_at;
+      high = high >> right << left;
+      return (Octets)vbslq_u8(vdupq_n_u8(HIGH_MASK), (uint8x16_t)high, (uint8x16_t)low);
+    }
+#endif
     template <class V> static INLINE V joined(V low, int low_at, V high, int high_at, uint32_t each) {
       low = low >> low_at & LOW_MASK * each;
       if (!HIGH) return low;

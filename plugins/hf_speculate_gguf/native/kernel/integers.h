@@ -32,19 +32,15 @@ INLINE uint32_t highest_bits(const Floats halves[2]) {
 #if HAS_AVX512
   const __m512i mask = _mm512_set1_epi32(0x7fffffff);
   return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512((__m512i)halves[0], mask), _mm512_and_si512((__m512i)halves[1], mask)));
-#elif HAS_AVX2
-  __m256i most = _mm256_setzero_si256();
-  for (int i = 0; i < 4; i++)
-    most = _mm256_max_epu32(most, _mm256_and_si256(load<__m256i>((const float*)halves + 8 * i), _mm256_set1_epi32(0x7fffffff)));
-  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-  four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
-  return _mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1)));
 #else
-  uint32_t highest = 0;
-  for (int h = 0; h < 2; h++) {
-    const Words bits = reinterpret<Words>(halves[h]) & 0x7fffffff;
-    for (int i = 0; i < LANES; i++) highest = bits[i] > highest ? bits[i] : highest;
-  }
+  WideInts most = {};
+  for (int h = 0; h < 2; h++)
+    for (int i = 0; i < PARTS; i++) {
+      const WideInts bits = reinterpret<WideInts>(halves[h].parts[i]) & 0x7fffffff;
+      most = bits > most ? bits : most;
+    }
+  int32_t highest = 0;
+  for (int i = 0; i < WIDE; i++) highest = most[i] > highest ? most[i] : highest;
   return highest;
 #endif
 }
@@ -74,6 +70,18 @@ INLINE void put_bytes(const Ints integers[2], int8_t* to, int16_t sums[2][2]) {
   const __m128i first = _mm256_castsi256_si128(all), last = _mm256_extracti128_si256(all, 1);
   store(to, _mm_unpacklo_epi8(first, last));
   store(to + LANES, _mm_unpackhi_epi8(first, last));
+#elif HAS_NEON
+  alignas(16) constexpr uint8_t ORDER[LANES] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+  for (int h = 0; h < 2; h++) {
+    int16x4_t fours[PARTS];
+    for (int i = 0; i < PARTS; i++) fours[i] = vmovn_s32((int32x4_t)integers[h].parts[i]);
+    const int8x8_t first = vmovn_s16(vcombine_s16(fours[0], fours[1])), last = vmovn_s16(vcombine_s16(fours[2], fours[3]));
+    const int8x16_t bytes = vqtbl1q_s8(vcombine_s8(first, last), vld1q_u8(ORDER));
+    vst1q_s8(to + h * LANES, bytes);
+    const int16x8_t twos = vpaddlq_s8(bytes);
+    const int16x4_t some = vadd_s16(vget_low_s16(twos), vget_high_s16(twos));
+    store(sums[h], vget_lane_s32((int32x2_t)vadd_s16(some, vext_s16(some, some, 2)), 0));
+  }
 #else
   for (int h = 0; h < 2; h++) {
     sums[h][0] = sums[h][1] = 0;
@@ -98,13 +106,11 @@ template <class T> void quantize_cell(const T* from, QuantizedCell& to) {
   int16_t sums[3][2];
   put_bytes(integers, to.values, sums);
   for (int p = 0; p < 2; p++) sums[2][p] = sums[0][p] + sums[1][p];
-  for (int i = 0; i < 6; i++) to.counts[i / 2][i % 2] = -sums[i / 2][i % 2];
-  const float own = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
-  const int totals[4] = {1, sums[0][0] + sums[0][1], sums[1][0] + sums[1][1], sums[2][0] + sums[2][1]};
-  float scaled[4];
-  for (int i = 0; i < 4; i++) scaled[i] = own * totals[i];  // a single vector
-  to.scale = scaled[0];
-  memcpy(to.sums, scaled + 1, sizeof to.sums);
+  to.scale = is_zero ? 0 : is_finite ? scale : __builtin_nanf("");
+  for (int i = 0; i < 3; i++) {
+    to.sums[i] = to.scale * (sums[i][0] + sums[i][1]);
+    for (int p = 0; p < 2; p++) to.counts[i][p] = -sums[i][p];
+  }
 }
 
 #if (HAS_AVX512 && defined(__AVX512VNNI__)) || (HAS_AVX2 && defined(__AVXVNNI__))
@@ -180,6 +186,7 @@ INLINE V add(const V& products, const V& integers, const V& scales, const V& off
 template <> constexpr int TILES<QuantizedRows> = HAS_AVX512 ? 2 : 1;
 constexpr int VECTORS = HAS_AVX512 ? 2 : 1;
 
+#if !HAS_AVX2 && !HAS_NEON
 // Multiplies TILES tiles with ROWS rows from row m on.
 template <int ROWS, class F>
 void multiply_few(const Stretch& tiles, const QuantizedRows& x, int64_t m, float* products) {
@@ -245,5 +252,6 @@ void multiply_few(const Stretch& tiles, const QuantizedRows& x, int64_t m, float
   for (int t = 0; t < COUNT; t++)
     for (int r = 0; r < ROWS; r++) memcpy(products + (t * x.rows + m + r) * LANES, totals[r] + t * PARTS, 4 * LANES);
 }
+#endif
 
 }  // namespace

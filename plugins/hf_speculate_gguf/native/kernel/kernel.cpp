@@ -55,7 +55,7 @@ void hfs_set_threads(int count, int given) {
 
 // Whether the CPU has instructions that multiply bytes.
 bool hfs_bytes() {
-#if HAS_AVX512 || HAS_AVX2
+#if HAS_AVX512 || HAS_AVX2 || HAS_NEON
   return true;
 #else
   return false;

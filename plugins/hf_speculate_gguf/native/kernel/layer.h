@@ -183,9 +183,10 @@ template <class T> class LayerRun {
     if (is_query(slot) || is_key(slot)) {
       const T* cos = (const T*)call.cos[layer.type] + b * call.rotary_stride + query * size;
       const T* sin = (const T*)call.sin[layer.type] + b * call.rotary_stride + query * size;
-      for (int64_t d = 0; d < half; d++) {
-        turned[d] = x[d] * to_float(cos[d]) - x[d + half] * to_float(sin[d]);
-        turned[d + half] = x[d + half] * to_float(cos[d + half]) + x[d] * to_float(sin[d + half]);
+      for (int64_t d = 0; d < half; d += WIDE) {
+        const WideFloats a = load<WideFloats>(x + d), b = load<WideFloats>(x + d + half);
+        store(turned + d, subtract_products(a, widen_part(cos + d), b, widen_part(sin + d)));
+        store(turned + d + half, b * widen_part(cos + d + half) + a * widen_part(sin + d + half));
       }
       x = turned;
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "amx.h"
+#include "arm.h"
 #include "avx2.h"
 
 namespace {

@@ -19,6 +19,15 @@
 #include <unistd.h>
 #define HAS_AMX 1
 #endif
+#elif defined(__aarch64__) && !defined(HFS_PORTABLE)
+#include <arm_neon.h>
+#define HAS_NEON 1
+#ifdef __ARM_FEATURE_DOTPROD
+#define HAS_DOT 1
+#endif
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define HAS_MMLA 1
+#endif
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -53,6 +62,7 @@ typedef int32_t WideInts __attribute__((vector_size(4 * WIDE)));
 typedef uint32_t WideWords __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t WideHalves __attribute__((vector_size(2 * WIDE)));
 typedef int8_t WideBytes __attribute__((vector_size(WIDE)));
+typedef uint8_t Octets __attribute__((vector_size(16)));
 
 // Sixteen lanes. Compilers keep vectors that are wider than the CPU's in memory, and often compute them lane by lane.
 template <class V> struct Sixteen {
@@ -101,12 +111,16 @@ template <class Of> INLINE auto by_part(const Of& of) {
   return made;
 }
 
-#define OPERATOR(op)                                                                         \
-  template <class V> INLINE auto operator op(const Sixteen<V>& a, const Sixteen<V>& b) {     \
-    return by_part([&](int i) { return a.parts[i] op b.parts[i]; });                         \
-  }                                                                                          \
-  template <class V, class Scalar> INLINE auto operator op(const Sixteen<V>& a, Scalar b) {  \
-    return by_part([&](int i) { return a.parts[i] op b; });                                  \
+#define OPERATOR(op)                                                                        \
+  template <class V> INLINE auto operator op(const Sixteen<V>& a, const Sixteen<V>& b) {    \
+    Sixteen<decltype(a.parts[0] op b.parts[0])> made;                                       \
+    for (int i = 0; i < PARTS; i++) made.parts[i] = a.parts[i] op b.parts[i];               \
+    return made;                                                                            \
+  }                                                                                         \
+  template <class V, class Scalar> INLINE auto operator op(const Sixteen<V>& a, Scalar b) { \
+    Sixteen<decltype(a.parts[0] op b)> made;                                                \
+    for (int i = 0; i < PARTS; i++) made.parts[i] = a.parts[i] op b;                        \
+    return made;                                                                            \
   }
 OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|) OPERATOR(^) OPERATOR(<<) OPERATOR(>>)
 OPERATOR(<) OPERATOR(>) OPERATOR(>=) OPERATOR(==) OPERATOR(!=)
@@ -126,15 +140,24 @@ INLINE Floats convert(const Ints& v) { return by_part([&](int i) { return __buil
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) { return reinterpret<float>(uint32_t(x) << 16); }
 
-// Loads sixteen values as float32.
-INLINE Floats widen(const float* from) { return load<Floats>(from); }
-INLINE Floats widen(const uint16_t* from) {
+// Loads a part of sixteen values as float32, or all of them.
+INLINE WideFloats widen_part(const float* from) { return load<WideFloats>(from); }
+INLINE WideFloats widen_part(const uint16_t* from) {
 #if HAS_AVX512
-  return reinterpret<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16));
+  return (WideFloats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#elif HAS_AVX2
+  return (WideFloats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16);
+#elif HAS_NEON
+  return (WideFloats)vshll_n_u16(vld1_u16(from), 16);
 #else
-  return by_part([&](int i) {
-    return reinterpret<WideFloats>(__builtin_convertvector(load<WideHalves>(from + WIDE * i), WideWords) << 16);
-  });
+  return reinterpret<WideFloats>(__builtin_convertvector(load<WideHalves>(from), WideWords) << 16);
+#endif
+}
+template <class T> INLINE Floats widen(const T* from) {
+#if HAS_AVX512
+  return widen_part(from);
+#else
+  return by_part([&](int i) { return widen_part(from + WIDE * i); });
 #endif
 }
 
@@ -152,6 +175,15 @@ INLINE void narrow(uint16_t* to, const Floats& v) {
   for (int i = 0; i < PARTS; i++) store(to + WIDE * i, narrowed(reinterpret<Sixteen<WideFloats>>(v).parts[i]));
 }
 #endif
+
+// a * b - c * d, of which only c * d is rounded. ARM has no such instruction for vectors, so GCC would round a * b there.
+INLINE WideFloats subtract_products(const WideFloats& a, const WideFloats& b, const WideFloats& c, const WideFloats& d) {
+#if HAS_NEON
+  return (WideFloats)vfmaq_f32(-(float32x4_t)(c * d), (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b - c * d;
+#endif
+}
 
 // Alternating lanes of two vectors, from their lower or their upper halves.
 #if defined(__clang__) || __GNUC__ >= 12
