@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -17,20 +18,21 @@ import torch
 
 from hf_speculate.errors import UnsupportedRequestError
 from hf_speculate_gguf.native import binding as native
-from hf_speculate_gguf.native import kernel_cache
+from hf_speculate_gguf.native import compiler, kernel_cache
 from hf_speculate_gguf.native.backends import choose_backend
 
 
 CPU = torch.device("cpu")
 pytestmark = [
     pytest.mark.rest,
-    pytest.mark.skipif(not any(map(shutil.which, native._COMPILERS)), reason="there is no C++ compiler"),
+    pytest.mark.skipif(not any(map(shutil.which, compiler._COMPILERS)), reason="there is no C++ compiler"),
 ]
 
 # What `Library` looks for, and an answer that tells one kernel from another.
 STAND_IN = """
 extern "C" {{
-bool hfs_has_threads() {{ return true; }}  bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
+bool hfs_use_openmp(const void *) {{ return true; }}
+bool hfs_bytes() {{ return true; }}  bool hfs_pack() {{ return true; }}
 bool hfs_multiply() {{ return true; }}  bool hfs_layers() {{ return true; }}  bool hfs_cut() {{ return true; }}
 long long hfs_sizeof(const char *) {{ return 24; }}
 int hfs_kind(const char *) {{ return {answer}; }}  int hfs_step() {{ return 0; }}
@@ -72,21 +74,22 @@ class User:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         self.source = tmp_path / "stand_in.cpp"
         self.source.write_text(STAND_IN.format(answer=42))
-        monkeypatch.setattr(native, "KERNEL", tmp_path)
+        monkeypatch.setattr(compiler, "KERNEL", tmp_path)
         monkeypatch.setattr(native, "MIRRORED", {"Call": structure_of(3)})
-        run = native._run
+        run = compiler._run
 
         def note(command: list[str]) -> Any:
             if "-c" in command:
                 self.compilations.append(command)
             return run(command)
 
-        monkeypatch.setattr(native, "_run", note)
+        monkeypatch.setattr(compiler, "_run", note)
 
         def warn(text: str) -> None:
             (self.progress if text.startswith("compil") else self.warnings).append(text)
 
-        monkeypatch.setattr(native.logger, "warning", warn)
+        for module in (native, compiler):
+            monkeypatch.setattr(module.logger, "warning", warn)
 
     def starts_process(self) -> str:
         """The problem of a new process; forgets what earlier ones did."""
@@ -127,7 +130,7 @@ def test_kernel_is_compiled_once_for_many_processes(user):
     assert not user.warnings
     assert kept.stat().st_mtime_ns == before
     assert list(user.folder.iterdir()) == [kept], "nothing half-written is left"
-    user.monkeypatch.setattr(native, "_processor", lambda: "another")
+    user.monkeypatch.setattr(compiler, "_processor", lambda: "another")
     assert user.starts_process() == ""
     assert len(user.compilations) == 1
     assert not os.listdir(tempfile.gettempdir())
@@ -151,9 +154,9 @@ def test_compilation_is_logged_and_shown_on_a_terminal(user):
     assert re.fullmatch(r"compiled the kernel for GGUF weights in \d+ s", end)
     assert user.starts_process() == ""
     assert not user.progress, "it is in the cache"
-    user.monkeypatch.setattr(native, "_processor", lambda: "another")
-    console = native.Console  # type: ignore
-    user.monkeypatch.setattr(native, "Console", lambda **given: console(**given, force_terminal=True, quiet=True))
+    user.monkeypatch.setattr(compiler, "_processor", lambda: "another")
+    console = compiler.Console  # type: ignore
+    user.monkeypatch.setattr(compiler, "Console", lambda **given: console(**given, force_terminal=True, quiet=True))
     assert user.starts_process() == ""
     assert user.compilations
     assert not user.progress
@@ -309,17 +312,6 @@ def test_kernel_can_be_compiled_by_two_processes_at_once(user):
     assert len(list(user.folder.iterdir())) == 1
 
 
-def test_share_threads_is_optional_on_windows_only(monkeypatch):
-    def load(name, *_):
-        raise TypeError("LoadLibrary() argument 1 must be str, not None")
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    with pytest.raises(TypeError):
-        native._share_threads()
-    monkeypatch.setattr(native.os, "name", "nt")
-    native._share_threads()
-
-
 class TestCompilers:
     def falls_back(self, user, problem):
         user.starts_process()
@@ -351,7 +343,10 @@ class TestCompilers:
 
     def test_modules_compute_without_a_compiler(self, user):
         user.monkeypatch.setenv("PATH", "/nowhere")
-        self.falls_back(user, "there is no C++ compiler ($CXX, g++")
+        user.monkeypatch.setitem(sys.modules, "ziglang", None)
+        self.falls_back(
+            user, "there is no C++ compiler ($CXX, g++, clang++, c++). `pip install ziglang` (100 MB) brings"
+        )
 
     def test_modules_compute_without_a_temporary_folder(self, user):
         def missing(*args, **kwargs):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_speculate_gguf.native import binding
+from hf_speculate_gguf.native import binding, compiler
 
 
 # Not `needs_kernel`: that skips if structures differ.
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, binding._COMPILERS)), reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, compiler._COMPILERS)), reason="there is no C++ compiler")
 
-NAMES = ("AttentionCall", "Call", "Delta", "Draft", "Growth", "Layer", "Matrix", "Ranking", "Step")
+NAMES = ("AttentionCall", "Call", "Delta", "Draft", "Growth", "Layer", "Matrix", "OpenMP", "Ranking", "Step")
 
 
 def load() -> binding.Library:

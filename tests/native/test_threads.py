@@ -19,11 +19,37 @@ pytestmark = pytest.mark.usefixtures("needs_kernel")
 # the size of a pool of 4 after each. Time is simulated. "uneven": of two threads one has work at every step, 5 ms in
 # all; prints in how many of 40 runs a thread left.
 PROGRAM = r"""
+#include <chrono>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
 #include "threads.h"
+
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+extern "C" int omp_get_num_threads();
+
+// Stands in for the functions that torch's OpenMP library has on Windows.
+int pushed = 1;
+
+void push_num_threads(const void*, int32_t thread, int32_t threads) { pushed = thread == 7 ? threads : 1; }
+
+void fork_call(const void*, int32_t count, void (*work)(int32_t*, int32_t*, void*, void*), ...) {
+  struct Call {
+    void (*work)(int32_t*, int32_t*, void*, void*);
+    void* arguments[2];
+  } call{work, {}};
+  va_list given;
+  va_start(given, work);
+  for (int i = 0; i < count; i++) call.arguments[i] = va_arg(given, void*);
+  va_end(given);
+  GOMP_parallel([](void* data) {
+    const Call& call = *(Call*)data;
+    int32_t number = omp_get_num_threads();
+    call.work(&number, &number, call.arguments[0], call.arguments[1]);
+  }, &call, pushed, 0);
+}
 
 void late() {
   std::atomic<int64_t> done{0};
@@ -55,6 +81,11 @@ void uneven() {
 }
 
 int main(int count, char** given) {
+  openmp.get_num_threads = omp_get_num_threads;
+  if (!getenv("HAS_KMPC")) openmp.GOMP_parallel = GOMP_parallel;
+  openmp.kmpc_fork_call = fork_call;
+  openmp.kmpc_push_num_threads = push_num_threads;
+  openmp.kmpc_global_thread_num = [](const void*) { return 7; };
   if (std::string(given[1]) == "late") return late(), 0;
   if (std::string(given[1]) == "uneven") return uneven(), 0;
   ThreadPoolSize size;
@@ -87,7 +118,9 @@ def run(tmp_path_factory) -> Callable[..., list[int]]:
     return run
 
 
-def test_pool_works_without_a_late_thread(run):
+@pytest.mark.parametrize("way", ["GOMP", "KMPC"])
+def test_pool_works_without_a_late_thread(run, way, monkeypatch):
+    monkeypatch.setenv(f"HAS_{way}", "1")
     ended, late_step, size, done = run("late")
     assert (ended, size) == (2, 1)
     assert late_step < 150, "the caller has waited for a thread that is not needed"

@@ -15,6 +15,6 @@ FLAGS = (
 
 def pytest_configure():
     """After jaxtyping's plug-in, which wants to see the packages imported."""
-    from hf_speculate_gguf.native import binding
+    from hf_speculate_gguf.native import compiler
 
-    binding._FLAGS = FLAGS
+    compiler._FLAGS = FLAGS

@@ -1,43 +1,34 @@
-"""Compiles `kernel/` at first use, keeps the library in the user's cache (`kernel_cache`), and calls it.
+"""Loads the kernel, compiled at first use (`compiler`) and kept in the user's cache (`kernel_cache`), and calls it.
 
-The compiler is `$CXX`, else the first of g++, clang++ and c++ that is found. A library's name has a hash of source,
-flags and CPU, so machines can share a folder. A library that is in the cache needs no compiler.
+A library's name has a hash of source, flags and CPU, so machines can share a folder. A library that is in the cache
+needs no compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
 import shlex
-import shutil
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int, UInt8
-from rich.console import Console  # noqa: TID251  (for words of our own)
 from torch import Tensor
 
-from hf_speculate.errors import SpeculateError
 from hf_speculate.messages import get_logger
 from hf_speculate.verification import stand_in
 
+from .compiler import NativeError, compile_kernel, find_compiler, library_name
 from .formats import FORMATS
 from .kernel_cache import KernelCache
 from .memory import address_of, address_of_strided, address_of_table, check_range
 
 
 logger = get_logger(__name__)
-
-KERNEL = Path(__file__).parent / "kernel"
 
 # Number of rows that are packed together, and of columns that are multiplied at a time.
 TILE_ROWS, TILE_COLUMNS = 16, 32
@@ -48,10 +39,37 @@ DENSE_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 # Bytes of the part of a generator's state that the kernel reads and writes (its Twister).
 _TWISTER_BYTES = 5016
 
-_COMPILERS = ("g++", "clang++", "c++")
-# GCC's first pass of scheduling, which x86 does without, spills registers of products on ARM. clang ignores the option.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w", "-fno-schedule-insns")
+# Functions of OpenMP libraries. On Windows there is no GOMP_parallel; the next three do the same.
+_OPENMP = (
+    *("GOMP_parallel", "__kmpc_fork_call", "__kmpc_push_num_threads", "__kmpc_global_thread_num"),
+    *("omp_get_num_threads", "omp_set_num_threads", "omp_pause_resource_all"),
+)
 
+_INT, _SIZE, _POINTER, _FLAG = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
+# Functions of `kernel/kernel.cpp`, with the types of their results and arguments.
+FUNCTIONS = (
+    ("hfs_sizeof", _SIZE, (ctypes.c_char_p,)),
+    ("hfs_kind", _INT, (ctypes.c_char_p,)),
+    ("hfs_use_openmp", _FLAG, (_POINTER,)),
+    ("hfs_thread_pool_size", _INT, (_INT,)),
+    ("hfs_set_threads", None, (_INT, _INT)),
+    ("hfs_bytes", _FLAG, ()),
+    ("hfs_tile_bytes", _SIZE, (_INT, _SIZE)),
+    ("hfs_large_pages", None, (_POINTER, _SIZE)),
+    ("hfs_pack", _FLAG, (_INT, _POINTER, _SIZE, _SIZE, _POINTER, _INT)),
+    ("hfs_multiply", _FLAG, (_INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _FLAG, _FLAG, _INT)),
+    ("hfs_ranges_of_mask", _SIZE, (_POINTER, _INT, *[_SIZE] * 6, _FLAG, _POINTER, _POINTER, _SIZE)),
+    ("hfs_exponential", None, (_POINTER, _POINTER, _SIZE)),
+    ("hfs_argmax", _SIZE, (_POINTER, _SIZE, _FLAG)),
+    ("hfs_most_probable", None, (_POINTER, _SIZE, _SIZE, _SIZE, _FLAG, _SIZE, _POINTER, _POINTER, _INT)),
+    ("hfs_layers", _FLAG, (_POINTER,)),
+    ("hfs_move", None, (_POINTER, _SIZE, _POINTER, _POINTER, _SIZE)),
+    ("hfs_step", _INT, (_POINTER,)),
+    ("hfs_delta", _FLAG, (_POINTER,)),
+    ("hfs_attend", _FLAG, (_POINTER,)),
+    ("hfs_cut", _FLAG, (_POINTER, _SIZE, _POINTER, _POINTER, _POINTER)),
+    ("hfs_draft", _INT, (_POINTER,)),
+)
 
 # The kernel's structures that Python fills, by their names there (`mirrors`).
 MIRRORED: dict[str, type[ctypes.Structure]] = {}
@@ -69,8 +87,11 @@ def mirrors(name: str) -> Callable[[Mirror], Mirror]:
     return add
 
 
-class NativeError(SpeculateError):
-    """The library cannot be compiled or loaded; the message has the reason and the compiler's output."""
+@mirrors("OpenMP")
+class OpenMP(ctypes.Structure):
+    """Addresses of the functions of an OpenMP library, on whose threads the kernel computes; None: it has no such."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _OPENMP]
 
 
 class Library:
@@ -87,30 +108,7 @@ class Library:
 
     def __init__(self, path: Path):
         functions = ctypes.CDLL(str(path))
-        integer, size, pointer, flag = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
-        for name, result, arguments in (
-            ("hfs_sizeof", size, (ctypes.c_char_p,)),
-            ("hfs_kind", integer, (ctypes.c_char_p,)),
-            ("hfs_has_threads", flag, ()),
-            ("hfs_thread_pool_size", integer, (integer,)),
-            ("hfs_set_threads", None, (integer, integer)),
-            ("hfs_bytes", flag, ()),
-            ("hfs_tile_bytes", size, (integer, size)),
-            ("hfs_large_pages", None, (pointer, size)),
-            ("hfs_pack", flag, (integer, pointer, size, size, pointer, integer)),
-            ("hfs_multiply", flag, (integer, pointer, size, size, pointer, size, pointer, flag, flag, integer)),
-            ("hfs_ranges_of_mask", size, (pointer, integer, *[size] * 6, flag, pointer, pointer, size)),
-            ("hfs_exponential", None, (pointer, pointer, size)),
-            ("hfs_argmax", size, (pointer, size, flag)),
-            ("hfs_most_probable", None, (pointer, size, size, size, flag, size, pointer, pointer, integer)),
-            ("hfs_layers", flag, (pointer,)),
-            ("hfs_move", None, (pointer, size, pointer, pointer, size)),
-            ("hfs_step", integer, (pointer,)),
-            ("hfs_delta", flag, (pointer,)),
-            ("hfs_attend", flag, (pointer,)),
-            ("hfs_cut", flag, (pointer, size, pointer, pointer, pointer)),
-            ("hfs_draft", integer, (pointer,)),
-        ):
+        for name, result, arguments in FUNCTIONS:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         _check_sizes(functions.hfs_sizeof)
@@ -125,7 +123,7 @@ class Library:
         if min(self.kinds.values()) < 0:
             raise AttributeError(f"{path} does not know all block types")
         self.multiplies_bytes: bool = functions.hfs_bytes()
-        self.has_threads: bool = functions.hfs_has_threads()
+        self.has_threads: bool = functions.hfs_use_openmp(ctypes.byref(find_openmp()))
 
     def tile_bytes(self, block_type: str, in_features: int) -> int:
         """Number of bytes of a tile of 16 rows."""
@@ -244,14 +242,13 @@ def has_kernel() -> bool:
 
 def needs_compiler() -> bool:
     """Whether the kernel would have to be compiled first, which takes a minute."""
-    return not library.cache_info().currsize and KernelCache().find(_name()) is None
+    return not library.cache_info().currsize and KernelCache().find(library_name()) is None
 
 
 @functools.cache
 def library() -> Library:
     """The library, compiled or from the cache; raises `NativeError`."""
     try:
-        _share_threads()
         built = build()
     except (OSError, ValueError) as error:  # no temporary folder, no source, odd text in the environment
         raise NativeError(f"the kernel cannot be made: {error}") from error
@@ -264,7 +261,7 @@ def library() -> Library:
 
 def build() -> Library:
     """The library, compiled if the cache has no usable one; raises `NativeError`."""
-    cache, name = KernelCache(), _name()
+    cache, name = KernelCache(), library_name()
     if path := cache.find(name):
         try:
             return Library(path)
@@ -286,91 +283,25 @@ def build() -> Library:
     return library
 
 
-def compile_kernel(compiler: Sequence[str], path: Path) -> None:
-    """Compiles the files of `kernel/`, at the same time, to the shared library `path`; raises `NativeError`.
-
-    A terminal shows that it runs. A log file gets a line before and a line after.
-    """
-    command, console, start = [*compiler, *_FLAGS, _tune()], Console(stderr=True), time.perf_counter()
-    say = logger.info if console.is_terminal else logger.warning
-    say(f"compiling the kernel for GGUF weights with {compiler[0]}: about a minute, while nothing is generated")
-    with (
-        tempfile.TemporaryDirectory(prefix="objects-", dir=path.parent) as folder,
-        ThreadPoolExecutor() as pool,
-        console.status("compiling the kernel for GGUF weights: about a minute, once on this machine"),
-    ):
-        sources = sorted(KERNEL.glob("*.cpp"), reverse=True)  # the one that takes longest comes first
-        objects = [Path(folder, f"{source.stem}.o") for source in sources]
-        commands = ([*command, "-c", str(source), "-o", str(to)] for source, to in zip(sources, objects, strict=True))
-        for done, made in zip(pool.map(_run, commands), objects, strict=True):
-            _check(done, made)
-        _check(_run([*command, "-shared", *map(str, objects), "-o", str(path)]), path)
-    say(f"compiled the kernel for GGUF weights in {time.perf_counter() - start:.0f} s")
+def find_openmp() -> OpenMP:
+    """The functions of torch's OpenMP library."""
+    library = _openmp_library()
+    functions = (getattr(library, name, None) for name in _OPENMP)
+    return OpenMP(*(function and ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
-def _check(done: subprocess.CompletedProcess[str], made: Path) -> None:
-    command = shlex.join(done.args)
-    if done.returncode:
-        raise NativeError(f"{command} failed with status {done.returncode}:\n{done.stderr.strip()}")
-    if not made.exists():
-        raise NativeError(f"{command} reported success, but wrote nothing")
-
-
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command with English output; bytes that are not UTF-8 are still shown."""
-    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "timeout": 600}
+def _openmp_library() -> ctypes.CDLL | None:
+    """The OpenMP library that torch has loaded; None if it is not found."""
+    if os.name != "nt":  # there is no handle of everything that is loaded
+        everything = ctypes.CDLL(None)
+        if hasattr(everything, "GOMP_parallel"):  # always so with torch from PyPI for Linux
+            return everything
     try:
-        return subprocess.run(command, capture_output=True, env={**os.environ, "LC_ALL": "C"}, **options)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeError(f"{shlex.join(command)}: {error}") from error
-
-
-def find_compiler() -> list[str]:
-    """The command that compiles C++; raises `NativeError`."""
-    if chosen := os.environ.get("CXX", "").strip():
-        try:
-            command = shlex.split(chosen)
-        except ValueError as error:
-            raise NativeError(f"$CXX is not a command: {chosen!r} ({error})") from error
-        if shutil.which(command[0]) is None:
-            raise NativeError(f"there is no C++ compiler {command[0]!r} (from $CXX)")
-        return command
-    for name in _COMPILERS:
-        if compiler := shutil.which(name):
-            return [compiler]
-    raise NativeError(f"there is no C++ compiler ($CXX, {', '.join(_COMPILERS)})")
-
-
-def _name() -> str:
-    """The name of libraries that work here."""
-    sources = (path.read_text(encoding="utf-8") for path in sorted(KERNEL.iterdir()) if path.suffix in (".cpp", ".h"))
-    parts = *sources, *_FLAGS, _tune(), _processor(), *platform.libc_ver()
-    return f"kernel-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
-
-
-def _tune() -> str:
-    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
-
-
-def _processor() -> str:
-    """The processor, as far as -march=native may depend on it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        maps = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
-
-
-def _share_threads() -> None:
-    """Makes torch's OpenMP library visible to the kernel. With torch from PyPI it already is."""
-    if os.name == "nt":  # there is no handle of everything that is loaded
-        return
-    if hasattr(ctypes.CDLL(None), "GOMP_parallel"):
-        return
-    try:
-        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    except OSError:
-        return
-    for path in sorted(loaded, key=lambda path: "torch" not in path)[:1]:
-        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+        maps = []
+    loaded = sorted({line.split()[-1] for line in maps if "libgomp" in line}, key=lambda path: "torch" not in path)
+    of_torch = (Path(torch.__file__).with_name("lib") / name for name in ("libomp.dylib", "libiomp5md.dll"))
+    for path in (*loaded, *(str(path) for path in of_torch if path.is_file())):
+        return ctypes.CDLL(path)
+    return None

@@ -31,7 +31,7 @@ int64_t hfs_sizeof(const char* name) {
     int64_t bytes;
   } structures[] = {{"Matrix", sizeof(Matrix)}, {"Layer", sizeof(Layer)}, {"Call", sizeof(Call)},
                     {"AttentionCall", sizeof(AttentionCall)}, {"Delta", sizeof(Delta)}, {"Step", sizeof(Step)},
-                    {"Ranking", sizeof(Ranking)}, {"Growth", sizeof(Growth)}, {"Draft", sizeof(Draft)}};
+                    {"Ranking", sizeof(Ranking)}, {"Growth", sizeof(Growth)}, {"Draft", sizeof(Draft)}, {"OpenMP", sizeof(OpenMP)}};
   for (const auto& structure : structures)
     if (!strcmp(structure.name, name)) return structure.bytes;
   return -1;
@@ -39,18 +39,22 @@ int64_t hfs_sizeof(const char* name) {
 
 // The number of a block type; -1 if unknown.
 int hfs_kind(const char* name) {
-  for (size_t i = 0; i < KINDS.size(); i++)
+  for (int i = 0; i < KINDS.size(); i++)
     if (!strcmp(KINDS[i].name, name)) return i;
   return -1;
 }
 
-bool hfs_has_threads() { return has_threads(); }
+// Takes over functions of OpenMP; returns whether these suffice for more than one thread.
+bool hfs_use_openmp(const OpenMP* functions) {
+  openmp = *functions;
+  return openmp.has_threads();
+}
 
 int hfs_thread_pool_size(int most) { return thread_pool_size.of(most); }
 
 // Sets the number of torch's threads in this thread, which is lowered from `given`.
 void hfs_set_threads(int count, int given) {
-  if (omp_set_num_threads) omp_set_num_threads(count), lowered = given - count;
+  if (openmp.set_num_threads) openmp.set_num_threads(count), lowered = given - count;
 }
 
 // Whether the CPU has instructions that multiply bytes.

@@ -1,10 +1,11 @@
 // Matrices of any type, and the memory of a call.
 #pragma once
 
+#include <pthread.h>
+
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
-#include <vector>
 
 #include "dense.h"
 #include "packed.h"
@@ -25,19 +26,25 @@ template <class T, class X> void multiply_dense_tiles(const Matrix& w, const X& 
   }
 }
 
-inline std::vector<Kind> all_kinds() {
-  // dense matrices, in the type of the inputs
-  std::vector<Kind> kinds{{"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
-                          {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
-  for (auto part : {hfs_blocks, hfs_super_blocks}) {
-    const void* first;
-    const int64_t count = part(&first);
-    kinds.insert(kinds.end(), (const Kind*)first, (const Kind*)first + count);
+const struct AllKinds {
+  AllKinds() {
+    for (auto part : {hfs_blocks, hfs_super_blocks}) {
+      const void* first;
+      const int64_t end = count + part(&first);
+      for (auto* kind = (const Kind*)first; count < end && count < MOST;) kinds[count++] = *kind++;
+    }
   }
-  return kinds;
-}
 
-const std::vector<Kind> KINDS = all_kinds();
+  const Kind& operator[](int64_t number) const { return kinds[number]; }
+  int size() const { return count; }
+
+ private:
+  static constexpr int MOST = 16;
+  // dense matrices, in the type of the inputs
+  Kind kinds[MOST] = {{"F32", 1, 4, 0, nullptr, nullptr, nullptr, multiply_dense_tiles<float, Inputs<float>>},
+                      {"BF16", 1, 2, 0, nullptr, nullptr, nullptr, nullptr, multiply_dense_tiles<uint16_t, Inputs<Factor<uint16_t>>>}};
+  int count = 2;
+} KINDS;
 
 // Looks up rows of embeddings, stored as in the file. Returns false if an id is out of range; the output is then
 // invalid. `row` holds a packed row in float32, which is needed if T is another type.
@@ -60,19 +67,25 @@ template <class T> bool look_up(const Matrix& w, const int64_t* ids, int64_t cou
   return true;
 }
 
+// Frees a thread's memory when the thread ends. (A destructor would need the C++ library at run time.)
+const pthread_key_t freed_at_exit = [] {
+  pthread_key_t key;
+  return pthread_key_create(&key, free), key;
+}();
+
 // Memory of the calling thread, kept between calls.
 class Scratch {
  public:
-  ~Scratch() { free(memory); }
-
   bool reserve(int64_t bytes) {
     used = 0;
     if (bytes <= size) return true;
-    free(memory);
+    free(block);
     size = bytes * 5 / 4 / 64 * 64 + 64;
-    memory = (uint8_t*)aligned_alloc(64, size);
-    if (!memory) size = 0;
-    return memory;
+    block = (uint8_t*)malloc(size + 64);  // Windows has no aligned_alloc
+    pthread_setspecific(freed_at_exit, block);
+    memory = block + (-(uintptr_t)block & 63);
+    if (!block) size = 0;
+    return block;
   }
 
   template <class T> T* take(int64_t count) {
@@ -84,7 +97,7 @@ class Scratch {
   static int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
  private:
-  uint8_t* memory = nullptr;
+  uint8_t *block = nullptr, *memory = nullptr;
   int64_t size = 0, used = 0;
 };
 

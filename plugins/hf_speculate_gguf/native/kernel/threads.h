@@ -7,11 +7,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <new>
-#include <thread>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -20,24 +18,58 @@
 #define HAS_FUTEX 1
 #endif
 
-// Functions of the OpenMP library that torch uses, so that its threads are ours.
-extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
-extern "C" int omp_get_num_threads() __attribute__((weak));
-extern "C" void omp_set_num_threads(int) __attribute__((weak));
-extern "C" int omp_pause_resource_all(int) __attribute__((weak));
-
 namespace {
 
-inline bool has_threads() { return GOMP_parallel && omp_get_num_threads; }
+// Functions of the OpenMP library that torch uses, so that its threads are ours; null: it has none of this name. Python
+// fills this (`OpenMP` of binding.py).
+struct OpenMP {
+  void (*GOMP_parallel)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+  // The same on Windows.
+  void (*kmpc_fork_call)(const void* place, int32_t count, void (*work)(int32_t*, int32_t*, void*, void*), ...);
+  void (*kmpc_push_num_threads)(const void* place, int32_t thread, int32_t threads);
+  int32_t (*kmpc_global_thread_num)(const void* place);
+  int (*get_num_threads)();
+  void (*set_num_threads)(int);
+  int (*pause_resource_all)(int);
 
-inline int64_t nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+  bool has_threads() const { return (GOMP_parallel || kmpc_fork_call) && get_num_threads; }
 
-// Nanoseconds in which this thread did not run.
-inline int64_t off_core() {
+  // Runs work(data) in some threads.
+  void parallel(void (*work)(void*), void* data, int threads) const {
+    if (GOMP_parallel) return GOMP_parallel(work, data, threads, 0);
+    static const struct {
+      int32_t reserved, flags, more[2];
+      const char* source;
+    } place{0, 2, {}, ";kernel;;0;0;;"};
+    kmpc_push_num_threads(&place, kmpc_global_thread_num(&place), threads);
+    kmpc_fork_call(&place, 2, [](int32_t*, int32_t*, void* work, void* data) { ((void (*)(void*))work)(data); }, work, data);
+  }
+};
+
+OpenMP openmp;
+
+inline int64_t nanoseconds(clockid_t clock = CLOCK_MONOTONIC) {
   timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return nanoseconds() - (t.tv_sec * 1000000000LL + t.tv_nsec);
+  clock_gettime(clock, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
+
+// Nanoseconds in which this thread did not run. Windows counts them in steps of 16 ms, too long to learn from.
+inline int64_t off_core() {
+#if defined(_WIN32)
+  return 0;
+#else
+  return nanoseconds() - nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+#endif
+}
+
+// std::mutex without the C++ library at run time, which ziglang would compile first: a minute and a half.
+struct Mutex {
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+
+  void lock() { pthread_mutex_lock(&mutex); }
+  void unlock() { pthread_mutex_unlock(&mutex); }
+};
 
 // The number of threads that the thread pools of this process use.
 //
@@ -49,7 +81,7 @@ class ThreadPoolSize {
   // The number of threads for a pool that begins now and may have `most`.
   int at_most(int most, int64_t now) {
     if (most < 2 || !absent.load(std::memory_order_relaxed)) return most;
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<Mutex> lock(mutex);
     if (absent && now >= next_try) {
       absent--;
       last_try = now, next_try = now + pause;
@@ -59,7 +91,7 @@ class ThreadPoolSize {
 
   // Notes that a pool of `size` threads waited for one of them from `since` to `now`. Returns whether one is to leave.
   bool loses(int64_t since, int64_t now, int size) {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<Mutex> lock(mutex);
     lost = std::max<int64_t>(lost - std::max<int64_t>(since - last_loss, 0) / (2 * size), 0) + (now - since);
     last_loss = now;
     const bool is_trial = last_try && now - last_try < SHORTEST;
@@ -78,7 +110,7 @@ class ThreadPoolSize {
   static constexpr int64_t MILLISECOND = 1000000, MOST_LOST = 3 * MILLISECOND;
   static constexpr int64_t SHORTEST = 10 * MILLISECOND, LONGEST = 320 * MILLISECOND;
 
-  std::mutex mutex;
+  Mutex mutex;
   std::atomic<int> absent{0};
   // Nanoseconds; 0: never. `lost`: waits, less a fraction of the time that passed: half of what one thread adds.
   int64_t lost = 0, last_loss = 0, last_try = 0, next_try = 0, pause = SHORTEST;
@@ -91,12 +123,14 @@ thread_local int lowered = 0;
 
 // A forked process has no threads, and OpenMP would wait for them for ever. So a process ends its threads before it
 // forks; both processes start new ones when they need them. Locks of threads that do not exist are never opened.
+#if !defined(_WIN32)
 const int watches_forks = pthread_atfork(
     [] {
       constexpr int soft = 1;
-      if (omp_pause_resource_all) omp_pause_resource_all(soft);
+      if (openmp.pause_resource_all) openmp.pause_resource_all(soft);
     },
     nullptr, [] { new (&thread_pool_size) ThreadPoolSize; });
+#endif
 
 // Threads that do the same steps, each step together. Every thread has its own object. The calling thread is number 0.
 class ThreadPool {
@@ -105,20 +139,20 @@ class ThreadPool {
   template <class Body> static void run(int threads, const Body& body) {
     struct Job {
       const Body& body;
-      const std::thread::id caller = std::this_thread::get_id();
+      const int* const caller = &lowered;  // every thread has its own
       Shared shared;
       std::atomic<int> others{0};
     } job{body};
     auto work = [](void* data) {
       Job& job = *(Job*)data;
-      job.shared.size = has_threads() ? omp_get_num_threads() : 1;  // not always the number that was asked for
-      const int number = std::this_thread::get_id() == job.caller ? 0 : ++job.others;
+      job.shared.size = openmp.has_threads() ? openmp.get_num_threads() : 1;  // not always the number that was asked for
+      const int number = &lowered == job.caller ? 0 : ++job.others;
       ThreadPool pool(job.shared, number);
       job.body(pool, number);
     };
     threads = std::min(threads, thread_pool_size.at_most(threads + lowered, nanoseconds()));
-    if (threads > 1 && has_threads()) {
-      GOMP_parallel(work, &job, threads, 0);
+    if (threads > 1 && openmp.has_threads()) {
+      openmp.parallel(work, &job, threads);
     } else {
       ThreadPool alone(job.shared, 0);
       job.body(alone, 0);
