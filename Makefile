@@ -8,7 +8,7 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-first bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
 
-.PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize arm gpu lint fix docs bench \
+.PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize arm cross gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean
 
 demo: $(DEMO) smollm2 kernel
@@ -149,6 +149,11 @@ arm: $(SETUP)
 	@command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g++ >/dev/null || { \
 	echo "installing $(ARM_PACKAGES)"; apt-get install -qq -y $(ARM_PACKAGES) >/dev/null || echo "apt-get could not install $(ARM_PACKAGES)"; }
 	$(BIN)/python -m pytest -q -rs -m slow tests/native/test_arm.py
+
+# The kernel for Windows, macOS and Linux on ARM, and its bits by another compiler: ziglang (100 MB) has all of these.
+cross: $(SETUP)
+	$(BIN)/python -c "import ziglang" 2> /dev/null || $(BIN)/python -m pip install -q -e ".[compiler]"
+	$(BIN)/python -m pytest -q -m "not gpu" tests/native/test_compiler.py
 
 # With a GPU: the tests marked `gpu`, then a report of what it does with this version. make gpu ARGS="--out FILE"
 gpu: $(SETUP)

@@ -1,5 +1,5 @@
-// Packed GGUF matrices on CPUs: products, whole decoder layers, and drafts of heads. Compiled at first use and called by
-// `binding.py`.
+// Packed GGUF matrices on CPUs: products, whole decoder layers, and drafts of heads. Compiled at first use (`compiler.py`) and
+// called by `binding.py`.
 //
 //     y[m, n] = sum over the groups of row n of  scale * sum((code - bias) * x[m]) + offset * sum(x[m])
 //
