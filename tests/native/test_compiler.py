@@ -128,13 +128,14 @@ def test_kernel_compiles_for_other_systems(target, tmp_path):
         declared = "".join(f"void {name}(void);\n" for name in names + extra)
         source = tmp_path / "uses.c"
         source.write_text(f"{declared}int main() {{ {' '.join(f'{name}();' for name in names + extra)} }}\n")
-        done = compiler._run([*zig, "cc", "-target", target, str(source), _to_link(library), "-o", str(tmp_path / "u")])
+        command = [*zig, "cc", "-target", target, str(source), _to_link(library), "-o", str(tmp_path / "uses")]
+        done = compiler._run(command)
         assert (done.returncode == 0) == links, done.stderr
 
 
 def _to_link(library: Path) -> str:
     """On Windows programs link with a file that the compiler writes beside the library."""
-    return str(library.with_suffix(".lib") if library.suffix == ".dll" else library)
+    return str(library if library.suffix != ".dll" else next(library.parent.glob("*.lib")))
 
 
 @pytest.mark.slow

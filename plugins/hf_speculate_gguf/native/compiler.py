@@ -37,7 +37,7 @@ _ZIGLANG = (sys.executable, "-m", "ziglang", "c++")
 
 # Contraction is g++'s default. clang++ needs it to multiply and add at once in the same places, for the same bits.
 # GCC's first pass of scheduling, which x86 does without, spills registers of products on ARM.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-w", "-fno-schedule-insns")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-exceptions", "-fPIC", "-w", "-fno-schedule-insns")
 
 _SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
 

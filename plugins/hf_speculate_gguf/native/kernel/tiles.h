@@ -22,7 +22,7 @@ template <class T> int64_t filled_rows(int64_t count, bool quantize) {
 // Number of rows whose sums are in registers together.
 template <class X> constexpr int ROWS_AT_ONCE = HAS_AVX512 ? 8 : 4;
 template <> constexpr int ROWS_AT_ONCE<Inputs<uint16_t>> = 16;
-template <> constexpr int ROWS_AT_ONCE<QuantizedRows> = HAS_AVX512 && !ADDS_WHOLE ? 4 : 8;
+template <> constexpr int ROWS_AT_ONCE<QuantizedRows> = HAS_NEON || (HAS_AVX512 && ADDS_WHOLE) ? 8 : 4;
 
 // Multiplies tiles with all rows from row m on, ROWS at a time and then fewer. Each block of rows decodes the tiles
 // again, at the cost of two rows. Keeping decoded cells for up to 64 rows was not faster.

@@ -47,6 +47,9 @@ constexpr int CELL = COLUMNS * LANES;
 #ifndef HAS_BF16
 #define HAS_BF16 0
 #endif
+#ifndef HAS_NEON
+#define HAS_NEON 0
+#endif
 
 // Number of lanes that the CPU computes at once.
 #if HAS_AVX512
