@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_speculate_gguf.native import binding
+from hf_speculate_gguf.native import compiler
 
 from ..support.paths import REPOSITORY
 
@@ -58,7 +58,7 @@ SCALAR = re.compile(
 
 def compile_object(command: Sequence[str], source: Path, made: Path) -> Path:
     done = subprocess.run(
-        [*command, *binding._FLAGS, f"-I{binding.KERNEL}", "-c", str(source), "-o", str(made)],
+        [*command, *compiler._FLAGS, f"-I{compiler.KERNEL}", "-c", str(source), "-o", str(made)],
         capture_output=True,
         text=True,
         check=False,
@@ -73,7 +73,7 @@ def print_bits(tmp_path_factory) -> Callable[..., list[str]]:
 
     def build_and_run(command: Sequence[str], emulator: Sequence[str] = ()) -> list[str]:
         folder = tmp_path_factory.mktemp("bits")
-        sources = [PROGRAM, binding.KERNEL / "blocks.cpp", binding.KERNEL / "super_blocks.cpp"]
+        sources = [PROGRAM, compiler.KERNEL / "blocks.cpp", compiler.KERNEL / "super_blocks.cpp"]
         with ThreadPoolExecutor() as pool:
             objects = pool.map(lambda source: compile_object(command, source, folder / f"{source.stem}.o"), sources)
             program = folder / "bits"

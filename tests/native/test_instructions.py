@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from hf_speculate_gguf.native import binding as native
+from hf_speculate_gguf.native import compiler
 
 
 # An instruction that moves or converts a single lane.
@@ -38,10 +38,9 @@ def lanes_of_functions(library: str) -> Counter[str]:
 @pytest.mark.usefixtures("needs_kernel")
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="looks at AVX2")
 @pytest.mark.skipif(not shutil.which("objdump"), reason="binutils are not installed")
-def test_code_for_avx2_computes_no_vector_lane_by_lane(tmp_path, monkeypatch):
+def test_code_for_avx2_computes_no_vector_lane_by_lane(tmp_path):
     """GCC converts and chooses lane by lane in vectors that are wider than the CPU's: a fifth of a forward, if it may."""
-    monkeypatch.setattr(native, "_tune", lambda: "-march=haswell")
-    native.compile_kernel(native.find_compiler(), library := tmp_path / "kernel.so")
+    compiler.compile_kernel(compiler.find_compiler(), library := tmp_path / "kernel.so", "-march=haswell")
     allowed = re.compile(f"{GATHERS}|{CONVERTS_64_BITS}|{RETURNS_LANES}")
     counts = lanes_of_functions(str(library))
     assert counts  # the listing was read
