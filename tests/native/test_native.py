@@ -45,7 +45,7 @@ LARGEST = {"Q8_0": 0x80, "IQ4_NL": 0}
 
 @pytest.mark.parametrize("flags", ["", *OTHER_CPUS])
 def test_packed_products_are_right_on_cpus_without_some_instructions(flags, compiled, tmp_path):
-    """What is compiled on other CPUs computes the same, also where 16-bit sums are full: bit for bit with quantised rows."""
+    """What other CPUs compute is the same, with quantised rows bit for bit; also where 16-bit sums are full."""
     library = compiled(flags) if flags else native.library()
     for kind in FORMATS:
         inputs = torch.randn(19, 512).bfloat16()

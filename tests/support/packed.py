@@ -27,8 +27,8 @@ from .random_gguf import FileShape, one_type, random_blocks, write_random_file
 CPU = torch.device("cpu")
 SMALLEST = FileShape("llama", 40, 32, 64, 2, 4, 2, 128, is_tied=False)
 
-# Flags of compilers that leave out instructions: all but those that compilers know everywhere; all beyond AVX2; AVX-512;
-# AMX and VNNI.
+# Flags of compilers that leave out instructions: all but those that compilers know everywhere; all beyond AVX2;
+# AVX-512; AMX and VNNI.
 OTHER_CPUS: list[Any] = ["-DHFS_PORTABLE"]
 if platform.machine().lower() in ("x86_64", "amd64"):
     rare = ("-mno-avx512f", "-DHFS_NO_AMX -mno-avx512vnni")  # each takes half a minute to compile

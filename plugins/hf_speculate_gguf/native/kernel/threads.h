@@ -211,6 +211,8 @@ class ThreadPool {
       if (turns > MOST_TURNS) sleep(now, since);
 #if defined(__x86_64__)
       else __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      else __asm__ volatile("isb");  // as long as a pause; `yield` does nothing on most cores
 #endif
     }
     // Sleep is no lateness, but the time from the wake-up until a core was free is.
