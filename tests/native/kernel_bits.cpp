@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -87,7 +88,8 @@ Matrix draw_matrix(const char* type, int64_t rows, int64_t columns) {
 
 template <class T> void multiply_all(bool quantize) {
   constexpr int64_t COLUMNS_IN = 512, OUT = 40, MOST = 33;
-  for (const Kind& kind : KINDS) {
+  for (int number = 0; number < KINDS.size(); number++) {
+    const Kind& kind = KINDS[number];
     if (kind.is_dense() && (quantize || !(sizeof(T) == 4 ? kind.tiles_of(float()) != nullptr : kind.tiles_of(uint16_t()) != nullptr))) continue;
     random_state = 7;
     Matrix w;
