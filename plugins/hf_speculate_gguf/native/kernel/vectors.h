@@ -114,19 +114,20 @@ template <class Of> INLINE auto by_part(const Of& of) {
   return made;
 }
 
-#define OPERATOR(op)                                                                        \
-  template <class V> INLINE auto operator op(const Sixteen<V>& a, const Sixteen<V>& b) {    \
-    Sixteen<decltype(a.parts[0] op b.parts[0])> made;                                       \
-    for (int i = 0; i < PARTS; i++) made.parts[i] = a.parts[i] op b.parts[i];               \
-    return made;                                                                            \
-  }                                                                                         \
-  template <class V, class Scalar> INLINE auto operator op(const Sixteen<V>& a, Scalar b) { \
-    Sixteen<decltype(a.parts[0] op b)> made;                                                \
-    for (int i = 0; i < PARTS; i++) made.parts[i] = a.parts[i] op b;                        \
-    return made;                                                                            \
+#define OPERATOR(Result, op)                                                                           \
+  template <class V> INLINE Sixteen<Result> operator op(const Sixteen<V>& a, const Sixteen<V>& b) {    \
+    Sixteen<Result> made;                                                                              \
+    for (int i = 0; i < PARTS; i++) made.parts[i] = (Result)(a.parts[i] op b.parts[i]);                \
+    return made;                                                                                       \
+  }                                                                                                    \
+  template <class V, class Scalar> INLINE Sixteen<Result> operator op(const Sixteen<V>& a, Scalar b) { \
+    Sixteen<Result> made;                                                                              \
+    for (int i = 0; i < PARTS; i++) made.parts[i] = (Result)(a.parts[i] op b);                         \
+    return made;                                                                                       \
   }
-OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/) OPERATOR(&) OPERATOR(|) OPERATOR(^) OPERATOR(<<) OPERATOR(>>)
-OPERATOR(<) OPERATOR(>) OPERATOR(>=) OPERATOR(==) OPERATOR(!=)
+OPERATOR(V, +) OPERATOR(V, -) OPERATOR(V, *) OPERATOR(V, /) OPERATOR(V, &) OPERATOR(V, |) OPERATOR(V, ^)
+OPERATOR(V, <<) OPERATOR(V, >>)
+OPERATOR(WideInts, <) OPERATOR(WideInts, >) OPERATOR(WideInts, >=) OPERATOR(WideInts, !=)
 #undef OPERATOR
 template <class V> INLINE auto operator-(const Sixteen<V>& a) { return by_part([&](int i) { return -a.parts[i]; }); }
 template <class V> INLINE auto operator~(const Sixteen<V>& a) { return by_part([&](int i) { return ~a.parts[i]; }); }
