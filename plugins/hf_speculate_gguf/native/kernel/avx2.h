@@ -43,7 +43,8 @@ template <class F, bool MANY> struct Form {
 #if HAS_VNNI
     return _mm256_dpbusd_avx_epi32(sum, codes, x);
 #else
-    const __m256i pairs = IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes)) : _mm256_maddubs_epi16(codes, x);
+    const __m256i pairs = IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
+                                    : _mm256_maddubs_epi16(codes, x);
     return BATCH == 1 ? pairs : _mm256_add_epi16(sum, pairs);
 #endif
   }
@@ -81,14 +82,16 @@ template <class F> struct Decoded {
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; part++)
 #pragma GCC unroll 2
-        for (int plane = 0; plane < Codes::PLANES; plane++) store(bytes + at(i, part, plane), Codes::codes(codes, i, part, plane));
+        for (int plane = 0; plane < Codes::PLANES; plane++)
+          store(bytes + at(i, part, plane), Codes::codes(codes, i, part, plane));
     __asm__("" : "+m"(bytes));  // GCC would keep copies of them all
   }
 };
 
-// Integers of ROWS rows and a group [row, vector].
+// Computes the sums of a group's integers [row, vector] for ROWS rows, from vector number `part` of a tile on.
 template <int ROWS, class C, class Quads>
-INLINE void multiply_group(const Quads& codes, const QuantizedCell* in, int g, int of_group, int part, __m256i integers[ROWS][C::VECTORS]) {
+INLINE void multiply_group(const Quads& codes, const QuantizedCell* in, int g, int of_group, int part,
+                           __m256i integers[ROWS][C::VECTORS]) {
 #pragma GCC unroll 8
   for (int first = g * C::STEPS; first < (g + 1) * C::STEPS; first += C::BATCH) {
     __m256i sums[ROWS][2];  // [row, vector and plane]
@@ -135,7 +138,7 @@ INLINE void multiply_cell(const Quads& codes, const typename F::Factors& factors
     for (int part = 0; part < PARTS; part += C::VECTORS) {
       __m256i integers[ROWS][C::VECTORS];
       multiply_group<ROWS, C>(codes, in, g, of_group, part, integers);
-      __asm__("" : "+r"(in));
+      __asm__("" : "+r"(in));  // GCC would keep what is loaded again here, and spill sums for it
 #pragma GCC unroll 2
       for (int v = 0; v < C::VECTORS; v++) {
         const int lane = (part + v) * WIDE;
@@ -144,7 +147,8 @@ INLINE void multiply_cell(const Quads& codes, const typename F::Factors& factors
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) {
           float* to = totals + r * LANES + lane;
-          store(to, add<F>(load<WideFloats>(to), (WideFloats)_mm256_cvtepi32_ps(integers[r][v]), scales, offsets, in[r].scale, in[r].sums[of_group]));
+          const auto products = (WideFloats)_mm256_cvtepi32_ps(integers[r][v]);
+          store(to, add<F>(load<WideFloats>(to), products, scales, offsets, in[r].scale, in[r].sums[of_group]));
         }
       }
     }
@@ -167,8 +171,10 @@ template <int ROWS, class F> void multiply_few(const Stretch& tiles, const Quant
 }
 
 template <int ROWS, class F>
-INLINE void multiply_rest(const Decoded<F>& codes, const typename F::Factors& factors, const QuantizedCell* in, int64_t rows, float* totals) {
-  for (; rows >= ROWS; rows -= ROWS, in += ROWS, totals += ROWS * LANES) multiply_cell<ROWS, F>(codes, factors, in, totals);
+INLINE void multiply_rest(const Decoded<F>& codes, const typename F::Factors& factors, const QuantizedCell* in,
+                          int64_t rows, float* totals) {
+  for (; rows >= ROWS; rows -= ROWS, in += ROWS, totals += ROWS * LANES)
+    multiply_cell<ROWS, F>(codes, factors, in, totals);
   if constexpr (ROWS > 1)
     if (rows) multiply_rest<ROWS / 2, F>(codes, factors, in, rows, totals);
 }
@@ -188,6 +194,7 @@ template <class F> void multiply_many(const Stretch& tiles, const QuantizedRows&
   }
 }
 
+// Multiplies a tile with all rows: one, two and four of them without decoding it first.
 template <class F> void multiply_quantized(const Stretch& tiles, const QuantizedRows& x, float* products) {
   if (x.rows == 1) multiply_few<1, F>(tiles, x, products);
   else if (x.rows == 2) multiply_few<2, F>(tiles, x, products);
