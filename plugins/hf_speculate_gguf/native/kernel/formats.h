@@ -69,11 +69,9 @@ template <class V> INLINE V look_up(const V& codes) {
   return load<V>(bytes);
 #endif
 }
-#if !HAS_AVX512
 template <class V> INLINE Sixteen<V> look_up(const Sixteen<V>& codes) {
   return by_part([&](int i) { return look_up(codes.parts[i]); });
 }
-#endif
 
 // The layout of a type in a tile of 16 matrix rows, one in each lane; a cell is 32 of its columns. Memory holds the low
 // bits of all codes, then their high bits, then scales and offsets. Bits are stored quad after quad, ascending from bit

@@ -118,11 +118,19 @@ template <class T> void quantize_cell(const T* from, QuantizedCell& to) {
 #else
 #define HAS_VNNI 0
 #endif
-#if HAS_VNNI
-constexpr bool TAKES_UNSIGNED = true, ADDS_WHOLE = true;
-#else
-constexpr bool TAKES_UNSIGNED = false, ADDS_WHOLE = false;
-#endif
+constexpr bool TAKES_UNSIGNED = HAS_VNNI, ADDS_WHOLE = HAS_VNNI;
+
+// Adds a group's part to the products of a row. Every path uses this, so that the bits are equal.
+template <class F, class V>
+INLINE V add(const V& products, const V& integers, const V& scales, const V& offsets, float scale, float sum) {
+  const V total = products + integers * (scales * scale);
+  return F::OFFSET ? total + offsets * sum : total;
+}
+
+// Tiles that are multiplied together: a row's bytes are broadcast once for all of these.
+template <> constexpr int TILES<QuantizedRows> = HAS_AVX512 ? 2 : 1;
+
+#if !HAS_AVX2 && !HAS_NEON  // avx2.h and arm.h multiply in ways of their own
 
 // Adds the products of four codes of each lane and four bytes of a row. Sums are 32-bit with ADDS_WHOLE; else they may be
 // pairs of 16-bit sums, which `widened` adds. Codes have at most seven bits, or eight with TAKES_UNSIGNED; otherwise they
@@ -174,19 +182,9 @@ template <class F> struct Bytewise {
   }
 };
 
-// Adds a group's part to the products of a row. Every path uses this, so that the bits are equal.
-template <class F, class V>
-INLINE V add(const V& products, const V& integers, const V& scales, const V& offsets, float scale, float sum) {
-  const V total = products + integers * (scales * scale);
-  return F::OFFSET ? total + offsets * sum : total;
-}
-
-// Tiles that are multiplied together, and vectors of them whose sums are in registers together: a row's bytes are
-// broadcast once for all of these.
-template <> constexpr int TILES<QuantizedRows> = HAS_AVX512 ? 2 : 1;
+// Vectors of these tiles whose sums are in registers together.
 constexpr int VECTORS = HAS_AVX512 ? 2 : 1;
 
-#if !HAS_AVX2 && !HAS_NEON
 // Multiplies TILES tiles with ROWS rows from row m on.
 template <int ROWS, class F>
 void multiply_few(const Stretch& tiles, const QuantizedRows& x, int64_t m, float* products) {

@@ -93,26 +93,28 @@ template <class V> INLINE void store(void* to, const V& v) {
 }
 template <class V, class U> INLINE V reinterpret(const U& u) { return load<V>(&u); }
 
+// The part of sixteen lanes with this number, and the sixteen lanes of what `of` returns for each part.
+template <class V> INLINE const V& part(const Sixteen<V>& v, int i) { return v.parts[i]; }
 #if HAS_AVX512
 typedef WideFloats Floats;
 typedef WideInts Ints;
 typedef WideWords Words;
 typedef uint16_t Shorts __attribute__((vector_size(64)));
 
-INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) { return mask ? yes : no; }
-INLINE Floats convert(const Ints& v) { return __builtin_convertvector(v, Floats); }
+template <class V> INLINE const V& part(const V& v, int) { return v; }
+template <class Of> INLINE auto by_part(const Of& of) { return of(0); }
 #else
 typedef Sixteen<WideFloats> Floats;
 typedef Sixteen<WideInts> Ints;
 typedef Sixteen<WideWords> Words;
 
-// The vector of what `of` returns for each part.
 template <class Of> INLINE auto by_part(const Of& of) {
   Sixteen<decltype(of(0))> made;
 #pragma GCC unroll 4
   for (int i = 0; i < PARTS; i++) made.parts[i] = of(i);
   return made;
 }
+#endif
 
 #define OPERATOR(Result, op)                                                                           \
   template <class V> INLINE Sixteen<Result> operator op(const Sixteen<V>& a, const Sixteen<V>& b) {    \
@@ -136,10 +138,11 @@ template <class V, class Other> INLINE Sixteen<V>& operator*=(Sixteen<V>& a, con
 template <class V, class Other> INLINE Sixteen<V>& operator|=(Sixteen<V>& a, const Other& b) { return a = a | b; }
 
 INLINE Floats choose(const Ints& mask, const Floats& yes, const Floats& no) {
-  return by_part([&](int i) { return mask.parts[i] ? yes.parts[i] : no.parts[i]; });
+  return by_part([&](int i) { return part(mask, i) ? part(yes, i) : part(no, i); });
 }
-INLINE Floats convert(const Ints& v) { return by_part([&](int i) { return __builtin_convertvector(v.parts[i], WideFloats); }); }
-#endif
+INLINE Floats convert(const Ints& v) {
+  return by_part([&](int i) { return __builtin_convertvector(part(v, i), WideFloats); });
+}
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(uint16_t x) { return reinterpret<float>(uint32_t(x) << 16); }
@@ -158,11 +161,7 @@ INLINE WideFloats widen_part(const uint16_t* from) {
 #endif
 }
 template <class T> INLINE Floats widen(const T* from) {
-#if HAS_AVX512
-  return widen_part(from);
-#else
   return by_part([&](int i) { return widen_part(from + WIDE * i); });
-#endif
 }
 
 // Stores sixteen values; bfloat16 is rounded to nearest, ties to even.
@@ -176,7 +175,7 @@ INLINE WideHalves narrowed(const WideFloats& v) {
   return __builtin_convertvector(v != v ? quiet : rounded, WideHalves);
 }
 INLINE void narrow(uint16_t* to, const Floats& v) {
-  for (int i = 0; i < PARTS; i++) store(to + WIDE * i, narrowed(reinterpret<Sixteen<WideFloats>>(v).parts[i]));
+  for (int i = 0; i < PARTS; i++) store(to + WIDE * i, narrowed(part(v, i)));
 }
 #endif
 
@@ -207,16 +206,16 @@ INLINE WideFloats subtract_products(const WideFloats& a, const WideFloats& b, co
 #endif
 INLINE WideWords lower_lanes(const WideWords& a, const WideWords& b) { return SHUFFLE(a, b, LOWER); }
 INLINE WideWords upper_lanes(const WideWords& a, const WideWords& b) { return SHUFFLE(a, b, UPPER); }
-#if !HAS_AVX512
-INLINE Words mixed_lanes(const Words& a, const Words& b, int first) {
+template <class V> INLINE Sixteen<V> mixed_lanes(const Sixteen<V>& a, const Sixteen<V>& b, int first) {
   return by_part([&](int i) {
-    const WideWords &x = a.parts[first + i / 2], &y = b.parts[first + i / 2];
+    const V &x = a.parts[first + i / 2], &y = b.parts[first + i / 2];
     return i % 2 ? upper_lanes(x, y) : lower_lanes(x, y);
   });
 }
-INLINE Words lower_lanes(const Words& a, const Words& b) { return mixed_lanes(a, b, 0); }
-INLINE Words upper_lanes(const Words& a, const Words& b) { return mixed_lanes(a, b, PARTS / 2); }
-#endif
+template <class V> INLINE Sixteen<V> lower_lanes(const Sixteen<V>& a, const Sixteen<V>& b) { return mixed_lanes(a, b, 0); }
+template <class V> INLINE Sixteen<V> upper_lanes(const Sixteen<V>& a, const Sixteen<V>& b) {
+  return mixed_lanes(a, b, PARTS / 2);
+}
 
 // Turns rows into columns: each round rotates the bits of (row, lane) by one.
 INLINE void transpose(Words v[LANES]) {
@@ -263,8 +262,8 @@ INLINE WideFloats exponential(WideFloats x) {
   return reinterpret<WideFloats>(reinterpret<WideInts>(value) & ~vanishes);
 }
 
-#if !HAS_AVX512
-INLINE Floats exponential(const Floats& x) { return by_part([&](int i) { return exponential(x.parts[i]); }); }
-#endif
+template <class V> INLINE Sixteen<V> exponential(const Sixteen<V>& x) {
+  return by_part([&](int i) { return exponential(x.parts[i]); });
+}
 
 }  // namespace
