@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,24 @@ def test_find_openmp_finds_the_threads_of_torch():
     assert functions.GOMP_parallel
     assert functions.omp_get_num_threads
     assert functions.omp_set_num_threads
+
+
+def test_find_openmp_asks_for_all_loaded_libraries_except_on_windows(monkeypatch):
+    """Windows has no handle of everything that is loaded: there only torch's own libraries are opened."""
+    opened: list[str] = []
+
+    def load(name, *_):
+        if name is None:
+            raise TypeError("LoadLibrary() argument 1 must be str, not None")
+        opened.append(name)
+
+    monkeypatch.setattr(binding.ctypes, "CDLL", load)
+    with pytest.raises(TypeError):
+        binding.find_openmp()
+    assert not opened
+    monkeypatch.setattr(binding, "os", SimpleNamespace(name="nt"))
+    binding.find_openmp()
+    assert all("libgomp" in name for name in opened)
 
 
 @pytest.mark.slow

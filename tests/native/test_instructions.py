@@ -39,7 +39,7 @@ def lanes_of_functions(library: str) -> Counter[str]:
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="looks at AVX2")
 @pytest.mark.skipif(not shutil.which("objdump"), reason="binutils are not installed")
 def test_code_for_avx2_computes_no_vector_lane_by_lane(tmp_path):
-    """GCC converts and chooses lane by lane in vectors that are wider than the CPU's: a fifth of a forward."""
+    """GCC converts and chooses lane by lane in vectors that are wider than the CPU's: a seventh of a forward."""
     compiler.compile_kernel(compiler.find_compiler(), library := tmp_path / "kernel.so", "-march=haswell")
     allowed = re.compile(f"{GATHERS}|{CONVERTS_64_BITS}|{RETURNS_LANES}")
     counts = lanes_of_functions(str(library))
