@@ -84,9 +84,9 @@ class Drafting:
             self.read_prompt()
 
     @property
-    def has_unread_prompt(self) -> bool:
-        """Whether the drafter has not read the prompt yet."""
-        return self._prompt is not None
+    def num_unread(self) -> int:
+        """Number of tokens of the prompt, in all rows, that the drafter reads before its first draft."""
+        return 0 if self._prompt is None else self._prompt.tokens.numel()
 
     def read_prompt(self) -> None:
         """Gives the prompt to the drafter, once."""

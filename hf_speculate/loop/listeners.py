@@ -32,7 +32,8 @@ def round_listeners(
 
     def count(round: Round, _output: Any) -> None:
         stats.add(round)
-        stats.accepted_by_source.update(drafting.sources(round))
+        for source in drafting.sources(round):
+            stats.accepted_by_source[source] += 1
 
     def record(round: Round, output: Any) -> None:
         records.add_round(round, output, sequences.num_emitted, windows, scorer.whole_output)

@@ -44,7 +44,7 @@ def prefill(run: Decoding) -> Round:
     run.meter.begin_round()
     sequences = run.rows.sequences
     verdict = Verdict.empty(sequences.batch_size)
-    with run.meter.prefilling():
+    with run.meter.prefilling:
         run.drafting.start()
         with run.drafting.listening():
             output = run.prompt.run(run.scorer, run.forward_kwargs)
@@ -54,7 +54,7 @@ def prefill(run: Decoding) -> Round:
         run.verifier.verify(output.logits[:, -1:], tree, verdict)
     round = run.finished_round(tree, verdict, run.cache.lengths, run.cache.append_index, is_prefill=True)
     run.stats.add(round)
-    with run.meter.reading():
+    with run.meter.reading:
         run.drafting.observe_prompt(run.prompt.known_tokens(sequences), output.hidden_states)
     return round
 
@@ -64,33 +64,41 @@ def choose(run: Decoding) -> Budget:
     if run.rows.can_leave:
         run.scorer.leave_out(run.rows.done(run.cache))
     run.meter.begin_round()
-    with run.meter.drafting():
+    with run.meter.drafting:
         run.sampler.release_noise(run.rows.sequences)
         active = [row for row, is_active in enumerate(run.rows.active) if is_active]
-        situation = Situation(active, len(run.cache.rows), run.cache.append_index)
+        situation = Situation(active, len(run.cache.rows), run.cache.append_index, run.drafting.num_unread)
         return run.policy.choose(situation) if active else NOTHING
 
 
 def draft(run: Decoding, budget: Budget) -> DraftTree:
     """A tree for every row that the target will run, cut to the budget and to the tokens that can be emitted."""
-    if not budget.is_nothing and run.drafting.has_unread_prompt:
-        with run.meter.reading():
+    if not budget.is_nothing and run.drafting.num_unread:
+        with run.meter.reading:
             run.drafting.read_prompt()
-    with run.meter.drafting():
-        bounds = run.limits.within(budget, run.rows.active, run.scorer, run.root_positions)
-        tree = None if run.ahead is None else run.ahead.take()
-        if not bounds.allow_draft:
+    with run.meter.drafting:
+        run.depth = 0
+        ahead = None if run.ahead is None else run.ahead.take()
+        tree = None if budget.is_nothing else _drafted(run, budget, ahead)
+        if tree is None:
             tree = DraftTree.root_only(run.rows.sequences.last_tokens)
-        elif tree is None:
-            tree = run.drafting.draft(run.state(bounds.max_depth, run.policy.early_stopping()))
-        run.depth = tree.max_depth
-        return run.rows.with_padding(bounds.cut(tree, run.policy)).select(run.cache.rows)
+        return run.rows.with_padding(tree).select(run.cache.rows)
+
+
+def _drafted(run: Decoding, budget: Budget, ahead: DraftTree | None) -> DraftTree | None:
+    """A draft, made `ahead` or now, within the budget and the tokens that can be emitted; None if no token can be."""
+    bounds = run.limits.within(budget, run.rows.active, run.scorer, run.root_positions)
+    if not bounds.allow_draft:
+        return None
+    tree = ahead or run.drafting.draft(run.state(bounds.max_depth, run.policy.early_stopping()))
+    run.depth = tree.max_depth
+    return bounds.cut(tree, run.policy)
 
 
 def look_ahead(run: Decoding, tree: DraftTree, budget: Budget) -> None:
     """Lets the drafter begin the next round's draft, if drafting ahead is on."""
     if run.ahead is not None and not budget.is_nothing:
-        with run.meter.drafting():
+        with run.meter.drafting:
             (limit,) = run.limits(run.scorer, run.root_positions)
             run.ahead.begin(tree, budget, run.state(limit, run.policy.early_stopping_ahead()))
 
@@ -98,7 +106,7 @@ def look_ahead(run: Decoding, tree: DraftTree, budget: Budget) -> None:
 def score(run: Decoding, tree: DraftTree) -> Any:
     """The output of the target's forward over a tree."""
     run.stats.target_forwards += 1
-    with run.meter.scoring():
+    with run.meter.scoring:
         with run.drafting.listening():
             output = run.scorer(tree, run.root_positions, forward_kwargs=run.forward_kwargs)
         run.drafting.note(output, run.scorer.num_rerun)
@@ -114,14 +122,14 @@ def verify(run: Decoding, tree: DraftTree, output: Any) -> tuple[DraftTree, Any,
     may_be_tainted = run.scorer.sums_masked and (tree.num_nodes > 1 or run.cache.is_ragged) and not run.is_text_broken
     run.broken_off = tree, verdict, output
     try:
-        with run.meter.verifying():
+        with run.meter.verifying:
             table = getattr(output, "table", None)
             run.verifier.verify(output.logits, tree, verdict, table, may_be_tainted=may_be_tainted)
     except TaintedScores:
         tree = tree.first(0)
         output = _scored_again(run, tree)
         run.broken_off = tree, verdict, output
-        with run.meter.verifying():
+        with run.meter.verifying:
             run.verifier.verify(output.logits, tree, verdict)
     if (ahead := run.ahead) is not None:
         run.meter.wait_for_ahead(lambda: ahead.resolve(verdict.tokens[0], is_over=not run.is_unfinished))

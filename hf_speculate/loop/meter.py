@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..graphs import GraphRunner
@@ -33,11 +32,12 @@ class RoundClock:
 
     def __init__(self, events: tuple[DeviceEvent, DeviceEvent] | None = None) -> None:
         self._start = self._published = 0.0
-        self._drafting = self._carried = self._put_off = 0.0
+        self._drafting = self._carried = self._put_off = self._reading = 0.0
         self._events, self._is_timed = events, False
 
     def start(self) -> None:
         self._start, self._is_timed = time.perf_counter() - self._carried, False
+        self._reading = 0.0
         if self._events is not None:
             self._events[0].record()
 
@@ -52,6 +52,11 @@ class RoundClock:
         """Subtracts time within the round that others took."""
         self._start += seconds
 
+    def read(self, seconds: float) -> None:
+        """Subtracts the time in which the drafter read the prompt."""
+        self.leave_out(seconds)
+        self._reading += seconds
+
     def put_off(self, seconds: float) -> None:
         """Moves time of this round to the next round's draft."""
         self.leave_out(seconds)
@@ -61,7 +66,8 @@ class RoundClock:
         """Ends the round; from here on its listeners are called."""
         self._published = time.perf_counter()
         total = self._published - self._start
-        return RoundSeconds(drafting=min(max(self._drafting, self._seconds_on_device()), total), total=total)
+        drafting = min(max(self._drafting, self._seconds_on_device()), total)
+        return RoundSeconds(drafting, total, self._reading)
 
     def _seconds_on_device(self) -> float:
         """Seconds until the device had made the draft. By now the host has waited for it."""
@@ -83,6 +89,13 @@ class Meter:
         clock: clock of the rounds.
         delivery: delivery to a streamer, whose time does not count as ours; None if there is no streamer.
         runner: graph runner of target and drafter; None if nothing is compiled or captured.
+
+    Attributes:
+        prefilling: context of the prompt's forward and the first choice.
+        reading: context in which the drafter reads the prompt. Its time belongs to no round.
+        drafting: context in which the policy chooses, and the drafter drafts.
+        scoring: context of the target's forward.
+        verifying: context of the walk down the tree.
     """
 
     def __init__(
@@ -90,6 +103,11 @@ class Meter:
     ):
         self._stats, self._clock, self._delivery, self._runner = stats, clock, delivery, runner
         self._num_slow = 0
+        self.prefilling = stats.timed("prefill_seconds", lambda _: self._leave_out_others("prefill_seconds"))
+        self.reading = stats.timed("drafter_prefill_seconds", clock.read)
+        self.drafting = stats.timed("drafter_seconds", lambda _: clock.drafted())
+        self.scoring = stats.timed("target_seconds")
+        self.verifying = stats.timed("target_seconds", lambda _: self._leave_out_others("target_seconds"))
 
     def begin_round(self) -> None:
         self._num_slow = self._count_slow()
@@ -99,41 +117,6 @@ class Meter:
     def has_compiled(self) -> bool:
         """Whether anything was compiled or captured since the round began."""
         return self._count_slow() != self._num_slow
-
-    @contextmanager
-    def prefilling(self) -> Iterator[None]:
-        """The prompt's forward and the first choice."""
-        with self._stats.timed("prefill_seconds"):
-            yield
-        self._leave_out_others("prefill_seconds")
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """The drafter reads the prompt. The time belongs to no round."""
-        before = self._stats.drafter_prefill_seconds
-        with self._stats.timed("drafter_prefill_seconds"):
-            yield
-        self._clock.leave_out(self._stats.drafter_prefill_seconds - before)
-
-    @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """The policy chooses, and the drafter drafts."""
-        with self._stats.timed("drafter_seconds"):
-            yield
-        self._clock.drafted()
-
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """The target's forward."""
-        with self._stats.timed("target_seconds"):
-            yield
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """The walk down the tree."""
-        with self._stats.timed("target_seconds"):
-            yield
-        self._leave_out_others("target_seconds")
 
     def wait_for_ahead(self, resolve: Callable[[], float]) -> None:
         """Runs `resolve`, which waits for a draft made ahead: the seconds that it returns belong to the next round."""

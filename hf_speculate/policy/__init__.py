@@ -14,6 +14,8 @@ without a draft costs 1, and every token is worth 1.
 - Before a round, the policy computes the *possible loss* of a draft: the cost of the round if no draft token is
   accepted, less 1. It begins only drafts whose possible loss is not above the balance. If there are none, it drafts
   nothing.
+- Before its first draft of a request, a drafter reads the prompt. The usual time for that, up to 2, counts for the
+  possible loss and for the charge.
 - After a round with a draft, the balance grows by the tokens of the round, and falls by its charge. In a batch, tokens
   are averaged over rows.
 - After every round, the balance also grows by the *allowance*, 1 % of the charge. So a draft is tried again after some

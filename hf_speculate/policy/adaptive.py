@@ -40,6 +40,9 @@ LOSS_CARRIED = 5.0
 # Smallest balance. The first round of a kind is slow because libraries prepare kernels in it. The limit keeps such a
 # round from stopping drafts for long.
 _MIN_BALANCE = -0.1
+# Most one-token forwards that reading a prompt counts as a loss. Reading a long prompt takes more, but its own forward
+# takes far more.
+_MOST_READING = 2.0
 _STRAY = 0.1  # largest relative difference between the charged and the expected time of a round
 _SURCHARGE_KEPT = 0.95  # part of the surcharge that is kept from one round to the next
 _DEEPEST = 16  # levels; a draft that may go this deep has no limit
@@ -104,14 +107,19 @@ class AdaptiveSession(PolicySession):
         known.balance = min(max(known.balance, 0.0), LOSS_CARRIED)
         self._num_idle = 0
         self._surcharge = 0.0
+        self._reading = 0.0  # loss by reading the prompt first, in one-token forwards
         self._situation = Situation((), 0, 0)
         self._early_stopping: WhilePaying | None = None
 
     def choose(self, situation: Situation) -> Budget:
         self._run(situation.num_scored)
-        self._situation, self._early_stopping = situation, None
+        self._situation, self._early_stopping, self._reading = situation, None, 0.0
         # Measure plain decoding first: without it nothing can be compared.
-        if not self._costs.rounds.knows(1, situation.context) or not self._can_pay(1, 1):
+        if not self._costs.rounds.knows(1, situation.context):
+            return NOTHING
+        if situation.num_unread:
+            self._reading = min(self._costs.reading(situation.num_unread) / self._plain, _MOST_READING)
+        if not self._can_pay(1, 1):
             return NOTHING
         self._early_stopping = WhilePaying(self.known.acceptance, situation.rows, self._price_of_level)
         if not self._costs.drafting and not self._costs.widths:
@@ -148,45 +156,52 @@ class AdaptiveSession(PolicySession):
 
     def learn(self, round: Round) -> None:
         rows = [row for row, tokens in enumerate(round.tokens) if tokens]
-        drafted, costs, context = round.num_nodes, self._costs, self._situation.context
         if round.is_warm_up:  # its time is not typical, but its accepted tokens count
-            if drafted and rows:
+            if round.num_nodes and rows:
                 self._learn_nodes(round, rows)
             return
         self.known.fade()
-        taken, is_cold = round.seconds.total - round.seconds.drafting, not costs.drafting.has_begun
-        costs.rounds.record(costs.width(drafted), taken, context)
-        seconds = costs.verifying(drafted, context)
-        if self._early_stopping is None:
-            costs.record_idle(round.seconds.drafting, context)
-            seconds += costs.idle(context)
-        charged = usual = seconds / self._plain
-        if drafted:
-            is_known = costs.rounds.is_established(costs.width(drafted), context)
-            charged, usual = self._charges(taken, seconds, is_known or is_cold)
-        if self._early_stopping is not None:
-            expected, is_known = self._learn_drafting(round)
-            seconds += expected
-            more = self._charges(round.seconds.drafting, expected, is_known)
-            charged, usual = charged + more[0], usual + more[1]
+        if round.seconds.reading:
+            self._costs.record_reading(self._situation.num_unread, round.seconds.reading)
+        drafts = self._early_stopping is not None
+        cost, charged, usual = self._learn_seconds(round, drafts)
         tokens = sum(len(round.tokens[row]) for row in rows) / len(rows)
         self.known.tokens.add(tokens)
-        self.known.seconds.add(seconds / self._plain)
-        self._num_idle = 0 if self._early_stopping is not None else self._num_idle + 1
-        self.known.num_idle = 0 if self._early_stopping is not None else self.known.num_idle + 1
-        self._update_balance(tokens if self._early_stopping is not None else None, charged, usual)
-        if drafted:
-            self.known.nodes.add(drafted)
+        self.known.seconds.add(cost)
+        self._num_idle = 0 if drafts else self._num_idle + 1
+        self.known.num_idle = 0 if drafts else self.known.num_idle + 1
+        self._update_balance(tokens if drafts else None, charged, usual)
+        if round.num_nodes:
+            self.known.nodes.add(round.num_nodes)
             self._learn_nodes(round, rows)
 
-    def _charges(self, taken: float, expected: float, is_known: bool) -> tuple[float, float]:
-        """The charge for a time, and the usual charge, in one-token forwards.
+    def _learn_seconds(self, round: Round, drafts: bool) -> tuple[float, float, float]:
+        """Learns from the time of a round. Returns its usual time, its charge and its usual charge, in one-token
+        forwards.
 
-        The usual charge is near the expected time: a round that another process delayed says nothing about drafting.
-        The charge is the usual one once the expected time is reliable (`is_known`).
+        Args:
+            drafts: whether the drafter was called.
         """
-        near = min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
-        return (near if is_known else max(taken, expected)) / self._plain, near / self._plain
+        costs, context, drafting = self._costs, self._situation.context, round.seconds.drafting
+        width, taken = costs.width(round.num_nodes), round.seconds.total - drafting
+        costs.rounds.record(width, taken, context)
+        if not drafts:
+            costs.idle.record(drafting)
+            if not round.num_nodes:
+                return 1.0, 1.0, 1.0  # it is the unit
+        plain, seconds = self._plain, costs.rounds.at(width, context)
+        charged = usual = seconds
+        if not drafts:
+            seconds += costs.idle.seconds
+        if round.num_nodes:
+            is_known = not costs.drafting.has_begun or costs.rounds.is_established(width, context)
+            charged, usual = _charges(taken, seconds, is_known)
+        if drafts:
+            expected, is_known = self._learn_drafting(round)
+            more = _charges(drafting, expected, is_known)
+            seconds, charged, usual = seconds + expected, charged + more[0], usual + more[1]
+        reading = self._reading if drafts else 0.0
+        return seconds / plain, charged / plain + reading, usual / plain + reading
 
     def _update_balance(self, tokens: float | None, charged: float, usual: float) -> None:
         """Changes the balance by a round.
@@ -214,11 +229,11 @@ class AdaptiveSession(PolicySession):
         is reliable."""
         levels, early_stopping, seconds = round.depth, self._early_stopping, round.seconds.drafting
         costs, context = self._costs, self._situation.context
-        if not costs.widths and (costs.drafting if levels else costs.asking).skip_cold(max(levels, 1)):
-            return min(seconds, costs.drafting_to(levels, context) if levels else costs.idle(context)), True
+        if not costs.widths and (costs.drafting.skip_cold(levels) if levels else costs.asking.skip_cold()):
+            return min(seconds, costs.drafting_to(levels, context) if levels else costs.idle.seconds), True
         if not levels:
-            costs.asking.record(1, seconds, context)
-            return costs.asking.at(1, context), costs.asking.is_established(1, context)
+            costs.asking.record(seconds)
+            return costs.asking.seconds, costs.asking.is_established
         if round.is_ahead:
             return seconds, True
         if self._num_idle > _FEW_IDLE and costs.drafting.is_established(levels, context):
@@ -300,7 +315,8 @@ class AdaptiveSession(PolicySession):
         """Whether the balance covers the loss if the whole draft is wrong."""
         is_doubtful = self.known.num_idle > _MANY_IDLE
         context = self._situation.context
-        return self._costs.loss_at_most(depth, num_nodes, context, is_doubtful) <= self.known.balance
+        loss = self._costs.loss_at_most(depth, num_nodes, context, is_doubtful)
+        return loss + self._reading <= self.known.balance
 
     def _depth_to_pay(self, max_depth: int) -> int | None:
         """The number of levels, up to `max_depth`, that the balance can pay for with one node each; None means no
@@ -311,6 +327,16 @@ class AdaptiveSession(PolicySession):
     def close(self) -> None:
         if self._keep is not None:
             self._keep(self.known)
+
+
+def _charges(taken: float, expected: float, is_known: bool) -> tuple[float, float]:
+    """The charge for a time in seconds, and the usual charge.
+
+    The usual charge is near the expected time: a round that another process delayed says nothing about drafting. The
+    charge is the usual one once the expected time is reliable (`is_known`).
+    """
+    near = min(max(taken, (1 - _STRAY) * expected), (1 + _STRAY) * expected)
+    return near if is_known else max(taken, expected), near
 
 
 def _largest(limit: int, is_possible: Callable[[int], bool]) -> int:

@@ -40,11 +40,13 @@ class Situation:
         rows: indices of the batch rows that can emit tokens in this round.
         num_scored: number of rows that the target will run; finished rows may be among them.
         context: number of cache entries of the longest row.
+        num_unread: number of tokens of the prompt that the drafter reads first if there is a draft.
     """
 
     rows: Sequence[int]
     num_scored: int
     context: int
+    num_unread: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

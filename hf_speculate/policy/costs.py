@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 from ..drafting import rising
 
@@ -18,6 +20,7 @@ _STEP = 0.02  # largest relative change by one later observation, because outlie
 _RESTLESS = 1.2
 _NUM_RECENT = 12
 _LEAST = 1e-9  # seconds
+_READ_AT_LEAST = 16  # tokens whose reading takes as long as what does not depend on their number
 # Assumed cost of a node and of a level before any was timed, in one-token forwards. It is low, so that the policy tries
 # one.
 _PER_NODE = 0.02
@@ -41,33 +44,32 @@ def interpolate(points: Sequence[float], values: Sequence[float], point: float) 
     return values[place - 1] + share * (values[place] - values[place - 1])
 
 
-@dataclass(frozen=True)
-class _Observed:
+class _Observed(NamedTuple):
     """The measured time of one class of sizes.
 
     Attributes:
         size: mean of the observed sizes.
         ratio: measured seconds divided by the seconds of the curve.
-        count: number of observations.
+        weight: number of observations; a warm-up counts as a quarter.
     """
 
     size: float
     ratio: float
-    count: float = 0.0
+    weight: float = 0.0
 
     @property
     def is_established(self) -> bool:
-        return self.count >= _FIRST
+        return self.weight >= _FIRST
 
     @property
     def is_timed(self) -> bool:
         """Whether it has observations other than warm-ups."""
-        return self.count >= 1
+        return self.weight >= 1
 
     def with_warm_up(self, ratio: float) -> _Observed:
         if self.is_established:
             return self
-        return _Observed(self.size, min(self.ratio, ratio), self.count + _WARM_UP)
+        return _Observed(self.size, min(self.ratio, ratio), self.weight + _WARM_UP)
 
     def against(self, expected: float) -> _Observed:
         """The observation, moved towards the ratio `expected` that the other classes suggest.
@@ -78,18 +80,18 @@ class _Observed:
         if self.is_established or self.ratio <= expected:
             return self
         ratio = self.ratio if self.is_timed else min(self.ratio, 2 * expected)
-        return replace(self, ratio=expected + (ratio - expected) * self.count / _FIRST)
+        return self._replace(ratio=expected + (ratio - expected) * self.weight / _FIRST)
 
     def with_another(self, size: int, ratio: float) -> tuple[_Observed, float]:
         """The observation updated by another one, and the factor by which the estimates of all sizes change.
 
         A busy machine is slow for all sizes. So most of a change goes to that factor, and less to the class itself.
         """
-        step = max(min(ratio / max(self.ratio, 1e-9) - 1, _STEP), -_STEP)
-        mean = self.size + (size - self.size) / min(self.count + 1, 2 * _FIRST)
+        step = max(min(ratio / max(self.ratio, _LEAST) - 1, _STEP), -_STEP)
+        mean = self.size + (size - self.size) / min(self.weight + 1, 2 * _FIRST)
         if not self.is_established:
-            return _Observed(mean, min(self.ratio, ratio), self.count + 1), 1.0
-        return _Observed(mean, self.ratio * (1 + step / _FIRST), self.count + 1), 1 + step
+            return _Observed(mean, min(self.ratio, ratio), self.weight + 1), 1.0
+        return _Observed(mean, self.ratio * (1 + step / _FIRST), self.weight + 1), 1 + step
 
 
 class _Table:
@@ -105,7 +107,7 @@ class _Table:
 
     def __init__(self, curve: TimeCurve, largest: int = 0):
         self.curve = curve
-        self._observed: dict[int, _Observed] = {}
+        self._observed: dict[int, _Observed] = {}  # by class, ascending
         # Replaced, never changed in place: other threads may be reading it.
         self._known: tuple[list[float], list[float]] = [], []
         self._seconds: dict[float, float] = {}  # answers of `at` since the last observation
@@ -122,11 +124,14 @@ class _Table:
 
     def record(self, size: int, seconds: float, is_warm_up: bool) -> float:
         """Learns one observation; see `_Observed.with_another`."""
-        ratio = seconds / max(self.curve(size), 1e-9)
-        known = self._observed.get(_class_of(size)) or _Observed(size, ratio)
+        ratio, size_class = seconds / max(self.curve(size), _LEAST), _class_of(size)
+        known = self._observed.get(size_class)
+        if known is None:
+            known = _Observed(size, ratio)
+            self._observed = dict(sorted({**self._observed, size_class: known}.items()))
         new, factor = (known.with_warm_up(ratio), 1.0) if is_warm_up else known.with_another(size, ratio)
-        self._observed = {**self._observed, _class_of(size): new}
-        observed = [self._observed[size_class] for size_class in sorted(self._observed)]
+        self._observed = {**self._observed, size_class: new}
+        observed = list(self._observed.values())
         trusted = [entry for entry in observed if entry.is_established] or [
             min(observed, key=lambda entry: entry.ratio)
         ]
@@ -140,9 +145,13 @@ class _Table:
 
     def _fitted(self, observed: Sequence[_Observed]) -> tuple[list[float], list[float]]:
         """Sizes and ratios, adjusted so that a larger size never takes less time."""
-        expected = [max(self.curve(entry.size), 1e-9) for entry in observed]
-        pooled = rising([o.ratio * s for o, s in zip(observed, expected, strict=True)], [o.count + 1 for o in observed])
-        return [entry.size for entry in observed], [p / s for p, s in zip(pooled, expected, strict=True)]
+        sizes, ratios = [entry.size for entry in observed], [entry.ratio for entry in observed]
+        expected = [max(self.curve(size), _LEAST) for size in sizes]
+        seconds = [ratio * relative for ratio, relative in zip(ratios, expected, strict=True)]
+        if any(after < before for before, after in pairwise(seconds)):
+            pooled = rising(seconds, [entry.weight + 1 for entry in observed])
+            ratios = [value / relative for value, relative in zip(pooled, expected, strict=True)]
+        return sizes, ratios
 
     def is_established(self, size: int) -> bool:
         known = self._observed.get(_class_of(size))
@@ -164,6 +173,41 @@ class _Table:
 
 def _class_of(size: int) -> int:
     return (size - 1).bit_length()
+
+
+@dataclass
+class Typical:
+    """The typical time of work that is always the same: the shortest of the first observations, moved slowly by later
+    ones.
+
+    Attributes:
+        seconds: the typical time; 0 before the first observation.
+        count: number of observations.
+        has_begun: whether there was an observation, learnt or not.
+    """
+
+    seconds: float = 0.0
+    count: int = 0
+    has_begun: bool = False
+
+    @property
+    def is_established(self) -> bool:
+        """Whether there are enough observations; the first one is a warm-up."""
+        return self.count > _FIRST
+
+    def skip_cold(self) -> bool:
+        """Whether this is the very first observation, which must not be learnt (`Timings.skip_cold`)."""
+        is_cold, self.has_begun = not self.has_begun, True
+        return is_cold
+
+    def record(self, seconds: float) -> None:
+        """Learns one observation."""
+        if self.is_established:
+            step = _STEP * self.seconds
+            self.seconds += max(min(seconds - self.seconds, step), -step)
+        else:
+            self.seconds = max(min(seconds, self.seconds or seconds), _LEAST)
+        self.count, self.has_begun = self.count + 1, True
 
 
 class Timings:
@@ -226,7 +270,7 @@ class Timings:
         is_warm_up = size not in self._sizes
         self._sizes.add(size)
         if self.is_established(size, context):  # others are only guessed
-            self._recent.append(seconds / max(self.at(size, context), 1e-9))
+            self._recent.append(seconds / max(self.at(size, context), _LEAST))
         self._slowness *= self._tables[octave].record(size, seconds / self._slowness, is_warm_up)
 
     @property
@@ -276,12 +320,13 @@ def _octave(context: int) -> int:
 class RoundCosts:
     """Measured cost of rounds on one target at one batch size; all calls of a speculator share it.
 
-    Four costs are kept:
+    Five costs are kept:
 
-    - drafting, by depth;
-    - a call of a drafter that finds nothing;
-    - the drafting phase of a round without a draft, which includes work between two rounds;
-    - the rest of a round, by number of nodes (root included).
+    - `drafting`, by depth;
+    - `asking`: a call of a drafter that finds nothing;
+    - `idle`: the drafting phase of a round without a draft, which includes work between two rounds;
+    - `rounds`: the rest of a round, by number of nodes (root included);
+    - reading a prompt, by number of tokens: it is taken to be linear, with a constant part of 16 tokens.
 
     Args:
         like: costs at another batch size to begin with; None for none.
@@ -293,24 +338,26 @@ class RoundCosts:
         self.widths = widths
         self.rounds = Timings(lambda size: 1 + _PER_NODE * size, None if like is None else like.rounds)
         self.drafting = Timings(lambda depth: 1 + depth, None if like is None else like.drafting)
-        self.asking = Timings(lambda _: 1.0, None if like is None else like.asking)
-        self._idle = Timings(lambda _: 1.0, None if like is None else like._idle)
+        self.asking = Typical() if like is None else replace(like.asking)
+        self.idle = Typical() if like is None else replace(like.idle)
+        self._reading_token = Typical() if like is None else replace(like._reading_token)
 
     def width(self, num_nodes: int) -> int:
         """Number of nodes that a round with `num_nodes` draft nodes runs."""
         return next((width for width in self.widths if width > num_nodes), num_nodes + 1)
 
-    def idle(self, context: int = 0) -> float:
-        """Seconds that the drafting phase of a round takes where nothing is drafted."""
-        return self._idle.at(1, context) if self._idle else 0.0
+    def record_reading(self, num_tokens: int, seconds: float) -> None:
+        """Learns how long a prompt took to read, except for the very first one."""
+        if not self._reading_token.skip_cold():
+            self._reading_token.record(seconds / (num_tokens + _READ_AT_LEAST))
 
-    def record_idle(self, seconds: float, context: int) -> None:
-        """Learns one observation of `idle`."""
-        self._idle.record(1, max(seconds, _LEAST), context)
+    def reading(self, num_tokens: int) -> float:
+        """Seconds that the drafter takes to read a prompt; 0 if that is unknown."""
+        return self._reading_token.seconds * (num_tokens + _READ_AT_LEAST)
 
     def plain(self, context: int = 0) -> float:
         """Seconds of a round without a draft."""
-        return self.rounds.at(1, context) + self.idle(context)
+        return self.rounds.at(1, context) + self.idle.seconds
 
     def verifying(self, num_nodes: int, context: int = 0) -> float:
         """Seconds of a round with `num_nodes` draft nodes, without drafting."""
@@ -324,11 +371,11 @@ class RoundCosts:
         """
         plain = self.plain(context)
         dear = _DEAR * plain
-        drafting = self.idle(context) + dear * depth
+        drafting = self.idle.seconds + dear * depth
         if self.drafting and (self.drafting.is_established(depth, context) or not is_doubtful):
             drafting = self.drafting.at_most(depth, dear, context)
-        if self.asking and (self.asking.is_established(1, context) or not is_doubtful):
-            drafting = max(drafting, self.asking.at(1, context))
+        if self.asking.is_established or not is_doubtful:
+            drafting = max(drafting, self.asking.seconds)
         dear = _DEAR_WIDTH * plain if self.widths else dear
         return (drafting + self.rounds.at_most(self.width(num_nodes), dear, context, self.widths)) / plain - 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from statistics import median
@@ -17,18 +17,25 @@ _KEPT = 64  # number of last rounds whose seconds are kept
 _FEW = 4  # fewer rounds of a kind may be warm-ups, and show nothing about the others
 
 
-class _Stopwatch:
-    """Adds the time between entering and leaving to a counter, however it is left."""
+class Stopwatch:
+    """A context that adds the time spent in it to a counter, however it is left. It may be entered many times.
 
-    def __init__(self, stats: Counters, counter: str):
-        self._stats, self._counter, self._start = stats, counter, 0.0
+    Args:
+        stats, counter: counters of a call, and the name of one of seconds.
+        after: function that gets the seconds each time, unless an exception leaves the context.
+    """
+
+    def __init__(self, stats: Counters, counter: str, after: Callable[[float], object] | None = None):
+        self._stats, self._counter, self._after, self._start = stats, counter, after, 0.0
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
-    def __exit__(self, *_exception: object) -> None:
-        seconds = getattr(self._stats, self._counter) + time.perf_counter() - self._start
-        setattr(self._stats, self._counter, seconds)
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        seconds = time.perf_counter() - self._start
+        setattr(self._stats, self._counter, getattr(self._stats, self._counter) + seconds)
+        if self._after is not None and kind is None:
+            self._after(seconds)
 
 
 @dataclass
@@ -91,9 +98,9 @@ class Counters:
     draft_runners: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
-    def timed(self, counter: str) -> _Stopwatch:
-        """A context manager that adds the time spent in it to one of the counters of seconds."""
-        return _Stopwatch(self, counter)
+    def timed(self, counter: str, after: Callable[[float], object] | None = None) -> Stopwatch:
+        """A context that adds the time spent in it to one of the counters of seconds."""
+        return Stopwatch(self, counter, after)
 
     def take_out(self, seconds: float, counter: str) -> None:
         """Subtracts time that others used from one of the counters of seconds, and from the total."""

@@ -51,6 +51,7 @@ class DraftTree:
             means no estimate, and only the order of the nodes counts.
 
     Attributes:
+        batch_size, num_nodes: numbers of rows, and of nodes in each.
         unread: set while the tensors may hold anything; forwards run the tree `clamped`.
     """
 
@@ -67,6 +68,7 @@ class DraftTree:
         if isinstance(parents, Tensor) and max_depth is None:
             raise DrafterError("a draft tree with a tensor of parents needs max_depth, an int known on the host.")
         self.token_ids = token_ids
+        self.batch_size, self.num_nodes = token_ids.shape
         self.values = values
         self.parents: Tensor | tuple[tuple[int, ...], ...]
         self.parents = parents if isinstance(parents, Tensor) else _as_rows(parents)
@@ -150,14 +152,6 @@ class DraftTree:
         tree._max_depth = max_depth  # of parents on the host, too: known without a plan
         tree.host_copy.host = host
         return tree
-
-    @property
-    def batch_size(self) -> int:
-        return self.token_ids.shape[0]
-
-    @property
-    def num_nodes(self) -> int:
-        return self.token_ids.shape[1]
 
     @property
     def max_depth(self) -> int:

@@ -24,10 +24,12 @@ class RoundSeconds:
     Attributes:
         drafting: time to choose the budget and draft. On a GPU the device's time counts if it is longer.
         total: time of the whole round, without the time that consumers take between rounds.
+        reading: time in which the drafter read the prompt. It is not part of the total.
     """
 
     drafting: float = 0.0
     total: float = 0.0
+    reading: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

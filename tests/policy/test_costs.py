@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hf_speculate.policy.costs import RoundCosts, Timings
+from hf_speculate.policy.costs import RoundCosts, Timings, Typical
 
 
 def timings_of(slope, *observed, repeats=3):
@@ -80,6 +80,38 @@ class TestTimings:
         assert timings.at(1, context=8000) == pytest.approx(2.0, rel=0.05)
         assert timings.at(17, context=8000) == pytest.approx(6.0, rel=0.05)
         assert timings.at(17, context=100) == before  # what was known there stays
+
+
+def test_typical_time_is_the_shortest_of_the_first_and_resists_outliers():
+    typical = Typical()
+    for seconds in (50.0, 1.2, 1.0):
+        assert not typical.is_established
+        typical.record(seconds)
+    assert typical.is_established
+    assert typical.seconds == 1.0
+    typical.record(1000.0)
+    assert typical.seconds == pytest.approx(1.02)
+    for _ in range(200):
+        typical.record(3.0)
+    assert typical.seconds == pytest.approx(3.0)
+
+
+def test_typical_time_skips_the_first_observation_once():
+    typical = Typical()
+    assert [typical.skip_cold() for _ in range(3)] == [True, False, False]
+    typical = Typical()
+    typical.record(1.0)
+    assert not typical.skip_cold()
+
+
+def test_reading_is_unknown_after_the_first_prompt_and_grows_with_its_length():
+    costs = RoundCosts()
+    costs.record_reading(40, 9.0)
+    assert costs.reading(40) == 0.0
+    costs.record_reading(40, 1.0)
+    assert costs.reading(40) == pytest.approx(1.0)
+    assert costs.reading(400) > 5 * costs.reading(40)
+    assert RoundCosts(like=costs).reading(40) == costs.reading(40)
 
 
 def test_round_costs_are_equal_for_trees_of_one_width():

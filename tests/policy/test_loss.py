@@ -70,6 +70,46 @@ def test_drafter_without_drafts_keeps_the_loss_bound(seconds, num_tokens):
     assert num_asked > (num_tokens - 3 if seconds <= 0.01 else 0)  # what the share pays for goes on
 
 
+def prompts_read(path, num_calls, reading):
+    """Number of calls in which the drafter reads the prompt, and the seconds and tokens of all. A draft has one node.
+
+    Args:
+        path: accepted nodes of every draft.
+        reading: seconds to read a prompt.
+    """
+    policy, draft = new_session(), DraftTree.from_rows([TreeRow([5, 1], [-1, 0], [0.0, -0.1])])
+    seconds, num_tokens, num_read = 0.0, 0, 0
+    for _ in range(num_calls):
+        policy = AdaptiveSession(policy._costs, policy.known)
+        is_unread, end = True, num_tokens + 64
+        while num_tokens < end:
+            if policy.choose(situation(num_unread=40 * is_unread)) == NOTHING:
+                round = round_of(ROOT, [[]], 1.0)
+            else:
+                round = round_of(draft, [path], 1.3, 0.2, reading_seconds=reading * is_unread)
+                num_read += is_unread
+                is_unread = False
+            policy.learn(round)
+            seconds += round.seconds.total + round.seconds.reading
+            num_tokens += len(round.tokens[0])
+    return num_read, seconds, num_tokens
+
+
+@pytest.mark.parametrize("reading", [0.5, 2.0, 10.0])
+def test_bad_drafter_reads_few_prompts(reading):
+    num_read, seconds, num_tokens = prompts_read([], 40, reading)
+    assert 3 <= num_read <= 40 / (1 + min(reading, 2.0))
+    # What is beyond 2 forwards counts as a part of the prompt's own forward; two readings come before any is known.
+    excess = num_read * max(reading - 2.0, 0.0)
+    assert seconds <= 1.02 * num_tokens + 2 * reading + excess
+
+
+def test_good_drafter_reads_every_prompt():
+    num_read, seconds, num_tokens = prompts_read([1], 40, reading=2.0)
+    assert num_read == 40
+    assert seconds < 0.75 * num_tokens
+
+
 def test_later_call_loses_only_a_part_of_earlier_gains():
     run = simulation(0.02, 0.1, 0.9, False).run(200)
     won = run.tokens - run.seconds

@@ -15,9 +15,9 @@ from hf_speculate.policy.costs import RoundCosts
 from hf_speculate.tree import DraftTree, Round, RoundSeconds, TreeRow
 
 
-def situation(*rows, context=0):
+def situation(*rows, context=0, num_unread=0):
     """These rows take part (the first, if none is named), and no others are run."""
-    return Situation(rows or (0,), num_scored=len(rows) or 1, context=context)
+    return Situation(rows or (0,), num_scored=len(rows) or 1, context=context, num_unread=num_unread)
 
 
 def new_session(costs=None, batch_size=1):
@@ -26,7 +26,7 @@ def new_session(costs=None, batch_size=1):
     return AdaptiveSession(costs, Known(Acceptance(Calibration()), balance=balance), batch_size)
 
 
-def round_of(tree, paths, seconds, drafting_seconds=0.0, depth=None, **fields):
+def round_of(tree, paths, seconds, drafting_seconds=0.0, depth=None, reading_seconds=0.0, **fields):
     """A round over a tree in which the nodes of `paths` (root left out) were accepted; the target's own token is 99."""
     found = [[0, *path] for path in paths]
     tokens = [[*(tree.host.token_ids[r][node] for node in path[1:]), 99] for r, path in enumerate(found)]
@@ -38,7 +38,7 @@ def round_of(tree, paths, seconds, drafting_seconds=0.0, depth=None, **fields):
         lengths=[9] * len(paths),
         context=9,
         depth=tree.max_depth if depth is None else depth,
-        seconds=RoundSeconds(drafting=drafting_seconds, total=seconds),
+        seconds=RoundSeconds(drafting_seconds, seconds, reading_seconds),
         **fields,
     )
 
