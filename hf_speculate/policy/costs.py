@@ -14,7 +14,9 @@ from ..drafting import rising
 
 _FIRST = 2  # observations that make a class reliable; until then the shortest one counts
 _WARM_UP = 0.25  # weight of the first observation of a size; later ones weigh 1
-_STEP = 0.02  # largest relative change by one later observation, because outliers are always slow
+# Largest relative change by one later observation. Outliers are always slow, so a fast one says more: on a machine that
+# was busy a moment ago, drafts would seem cheap next to plain rounds, which nothing measures during drafts.
+_STEP_UP, _STEP_DOWN = 0.02, 0.1
 # The machine counts as busy if the slowest quarter of recent rounds took this many times as long as the fastest
 # quarter, each relative to its expected time.
 _RESTLESS = 1.2
@@ -87,7 +89,7 @@ class _Observed(NamedTuple):
 
         A busy machine is slow for all sizes. So most of a change goes to that factor, and less to the class itself.
         """
-        step = max(min(ratio / max(self.ratio, _LEAST) - 1, _STEP), -_STEP)
+        step = max(min(ratio / max(self.ratio, _LEAST) - 1, _STEP_UP), -_STEP_DOWN)
         mean = self.size + (size - self.size) / min(self.weight + 1, 2 * _FIRST)
         if not self.is_established:
             return _Observed(mean, min(self.ratio, ratio), self.weight + 1), 1.0
@@ -203,8 +205,7 @@ class Typical:
     def record(self, seconds: float) -> None:
         """Learns one observation."""
         if self.is_established:
-            step = _STEP * self.seconds
-            self.seconds += max(min(seconds - self.seconds, step), -step)
+            self.seconds = min(max(seconds, (1 - _STEP_DOWN) * self.seconds), (1 + _STEP_UP) * self.seconds)
         else:
             self.seconds = max(min(seconds, self.seconds or seconds), _LEAST)
         self.count, self.has_begun = self.count + 1, True
@@ -261,8 +262,8 @@ class Timings:
         """Learns one observation.
 
         The first observation of a size is a warm-up, as libraries prepare kernels in it. Of the first observations of a
-        class the shortest one counts. Later ones move an estimate of the median. The speed of the whole machine changes
-        over time and is tracked separately.
+        class the shortest one counts. Later ones move the estimate slowly, and faster down than up. The speed of the
+        whole machine changes over time and is tracked separately.
         """
         octave = _octave(context)
         if octave not in self._tables:

@@ -9,7 +9,7 @@ from hf_speculate.policy import NOTHING
 from hf_speculate.policy.adaptive import LOSS_CARRIED, AdaptiveSession
 from hf_speculate.tree import DraftTree, TreeRow
 
-from ..support.decoding import ROOT, Simulation, best_fixed, new_session, round_of, situation
+from ..support.decoding import ROOT, BusySimulation, Simulation, best_fixed, new_session, round_of, situation
 from ..support.tiers import quick
 
 
@@ -68,6 +68,22 @@ def test_drafter_without_drafts_keeps_the_loss_bound(seconds, num_tokens):
     total, num_asked = asked_in_vain(new_session(), seconds, num_tokens)
     assert total <= 1.02 * num_tokens + (seconds if seconds > 0.5 else 0)
     assert num_asked > (num_tokens - 3 if seconds <= 0.01 else 0)  # what the share pays for goes on
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "slope", "level", "least"), [(0.0, 0.03, 0.1, 0.98), (0.6, 0.5, 0.5, 0.95), (0.6, 0.1, 0.3, 1.0)]
+)
+def test_drafts_cost_little_on_a_machine_that_is_busy_now_and_then(acceptance, slope, level, least):
+    """The machine changes its speed about every 20 rounds. A plain round that was timed while it was busy must not make
+    drafts look cheap for long."""
+    rates = []
+    for seed in range(24):
+        run = BusySimulation(slope, lambda done, r: acceptance, lambda p: 0.7, level=level, seed=seed)
+        for call in range(1, 7):
+            run.policy = AdaptiveSession(run.policy._costs, run.policy.known)
+            run.run(64 * call)
+        rates.append(run.tokens / run.seconds_alone)
+    assert sum(rates) / len(rates) >= least
 
 
 def prompts_read(path, num_calls, reading):

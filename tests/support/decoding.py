@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import torch
 
@@ -135,6 +136,29 @@ class Simulation:
     @property
     def rate(self):
         return self.tokens / self.seconds
+
+
+class BusySimulation(Simulation):
+    """Decoding on a machine that other processes use now and then: all rounds then take 2.5 times as long.
+
+    Args:
+        num_rounds: mean number of rounds between two changes.
+
+    Attributes:
+        seconds_alone: seconds that the rounds would have taken on a quiet machine.
+    """
+
+    def __init__(self, *args, num_rounds=20, seed=0, **options):
+        super().__init__(*args, seed=seed, **options)
+        self.num_rounds, self.is_busy, self.others, self.seconds_alone = num_rounds, False, random.Random(~seed), 0.0
+
+    def take(self, round):
+        if self.others.random() < 1 / self.num_rounds:
+            self.is_busy = not self.is_busy
+        slowness = (2.5 if self.is_busy else 1.0) * (1 + 0.05 * self.others.expovariate(1))
+        self.seconds_alone += round.seconds.total
+        seconds = RoundSeconds(round.seconds.drafting * slowness, round.seconds.total * slowness)
+        super().take(replace(round, seconds=seconds))
 
 
 def best_fixed(slope, sureness, children=2, num_rounds=3000, level=0.1):
