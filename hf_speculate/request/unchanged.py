@@ -21,7 +21,7 @@ from ..target import GenerativeModel, native_runner
 
 
 # Packages whose code does not change a target while it generates.
-_PACKAGES = ("builtins", "transformers", "hf_speculate", "hf_speculate_plugins")
+_PACKAGES = ("builtins", "transformers", "hf_speculate", "hf_speculate_plugins", "hf_speculate_tools")
 
 # Processors that sum over the whole vocabulary. The number of threads changes the last bits of such a sum.
 _SUM_UP = (TypicalLogitsWarper, EtaLogitsWarper, TopHLogitsWarper, SynthIDTextWatermarkLogitsProcessor)

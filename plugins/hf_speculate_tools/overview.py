@@ -19,6 +19,7 @@ COMMANDS = {
     "Run": {
         "generate": "Generate text with a speculator, printed while it is written.",
         "chat": "Chat with a model on the terminal.",
+        "serve": "Serve a model with a speculator over OpenAI's protocol.",
     },
     "Measure": {
         "doctor": "Measure for 20 s whether speculative decoding speeds up this model on this machine.",

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from hf_speculate import Speculator
+from hf_speculate import Speculator, attach
 from hf_speculate.drafting import Drafter
 from hf_speculate.request import unchanged as module
 from hf_speculate.testing import EmptyDrafter
+from hf_speculate_tools.serving.requests import MeasuredModel, ServedRequest
 
 
 class Watched:
@@ -65,6 +66,15 @@ REQUESTS = {
 def test_requests_of_known_code_are_left_alone(request_kind, speculator, watched, prompt):
     chosen = None if speculator is None else Speculator(speculator)
     watched.generate(prompt(5), max_new_tokens=4, pad_token_id=0, speculator=chosen, **REQUESTS[request_kind])
+    assert watched.forward.spans == ["open", "closed"]
+
+
+def test_requests_of_the_server_are_left_alone(watched, prompt):
+    speculator = Speculator(EmptyDrafter())
+    attach(watched, speculator)
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=0)
+    served = MeasuredModel(watched, speculator, ServedRequest("/v1/completions"))
+    served.generate(input_ids=prompt(5), generation_config=config)
     assert watched.forward.spans == ["open", "closed"]
 
 

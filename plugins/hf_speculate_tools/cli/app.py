@@ -15,14 +15,16 @@ from .commands import (
     DRAFTERS_EXAMPLES,
     ENV_EXAMPLES,
     GENERATE_EXAMPLES,
+    SERVE_EXAMPLES,
     chat,
     doctor,
     drafters,
     env,
     generate,
+    serve,
 )
 from .groups import Application, LiteralGroup, MainGroup
-from .options import ChatOptions, GenerateOptions
+from .options import ChatOptions, GenerateOptions, ServeOptions
 
 
 app = Application(
@@ -37,6 +39,7 @@ app = Application(
 app.add_typer(bench_app, name="bench", cls=LiteralGroup)
 app.command(epilog=GENERATE_EXAMPLES)(command_of(GenerateOptions, generate))
 app.command(epilog=CHAT_EXAMPLES)(command_of(ChatOptions, chat))
+app.command(epilog=SERVE_EXAMPLES)(command_of(ServeOptions, serve))
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.command(epilog=DRAFTERS_EXAMPLES)(drafters)
 app.command(epilog=ENV_EXAMPLES)(env)

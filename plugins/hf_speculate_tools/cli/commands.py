@@ -24,7 +24,7 @@ from ..commands import (
     say_json,
     speculators_option,
 )
-from .options import CHAT_COMMANDS, ChatOptions, ChatTarget, GenerateOptions, default_target
+from .options import CHAT_COMMANDS, ChatOptions, ChatTarget, GenerateOptions, ServeOptions, default_target
 
 
 GENERATE_EXAMPLES = """
@@ -44,6 +44,14 @@ While chatting: {CHAT_COMMANDS}, Ctrl-C stops an answer.
 Examples:
   hf-speculate chat
   hf-speculate chat -t ./model -s ./eagle3-head --system "Answer in one sentence." --stats
+"""
+
+SERVE_EXAMPLES = """
+\b
+Examples:
+  hf-speculate serve
+  hf-speculate serve -t ./model -s ./eagle3-head --port 8001
+  hf-speculate serve -t model.gguf -s suffix
 """
 
 DOCTOR_EXAMPLES = """
@@ -85,6 +93,19 @@ def chat(options: ChatOptions) -> None:
     from .chat import converse
 
     converse(options)
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve a model with a speculator over OpenAI's protocol.
+
+    Requests run one after the other: without continuous batching, so not for many users. The server is transformers'
+    own, with chat completions, completions and responses. Every request has a line in the log, and its drafts in usage.
+    Ctrl-C ends it.
+    """
+    options.check()
+    from .serve import serve_model
+
+    serve_model(options)
 
 
 def doctor(

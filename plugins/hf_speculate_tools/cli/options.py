@@ -1,4 +1,4 @@
-"""Options of `generate` and `chat`, and their checks, which need no torch."""
+"""Options of `generate`, `chat` and `serve`, and their checks, which need no torch."""
 
 from __future__ import annotations
 
@@ -50,19 +50,23 @@ ChatTarget = Annotated[
 ]
 
 
+OneSpeculator = Annotated[
+    str | None,
+    speculator_option(
+        "Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
+        "(default: the head or draft model that is bundled for the target, else suffix).",
+        PLAIN,
+    ),
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Print speculation statistics to stderr at the end.")]
+
+
 @dataclass(kw_only=True)
 class SessionOptions:
     """Options of `generate` and `chat`."""
 
     target: ChatTarget = None
-    speculator: Annotated[
-        str | None,
-        speculator_option(
-            "Drafter: a name or a head's folder, as NAME:option=value,... or none for plain generation "
-            "(default: the head or draft model that is bundled for the target, else suffix).",
-            PLAIN,
-        ),
-    ] = None
+    speculator: OneSpeculator = None
     max_new_tokens: Annotated[int, new_tokens_option("Stop after this many tokens.")] = 256
     temperature: Annotated[
         float | None,
@@ -85,7 +89,7 @@ class SessionOptions:
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="On a terminal, colour the tokens that were drafted and accepted.")
     ] = False
-    stats: Annotated[bool, typer.Option("--stats", help="Print speculation statistics to stderr at the end.")] = False
+    stats: Stats = False
     dtype: TargetDtype = "auto"
     device: Device = None
     gguf_backend: GgufBackend = "auto"
@@ -130,6 +134,28 @@ class ChatOptions(SessionOptions):
 
     max_new_tokens: Annotated[int, new_tokens_option("Stop an answer after this many tokens.")] = 1024
     temperature: Annotated[float | None, temperature_option("Sample at this temperature; 0 is greedy.")] = 0.7
+
+
+@dataclass(kw_only=True)
+class ServeOptions:
+    """Options of `serve`. Everything else stands in the requests."""
+
+    target: ChatTarget = None
+    speculator: OneSpeculator = None
+    host: Annotated[
+        str, typer.Option(help="Listen at this address. The default takes programs of this machine only.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen at this port; 0 takes a free one.")] = 8000
+    stats: Stats = False
+    dtype: TargetDtype = "auto"
+    device: Device = None
+    gguf_backend: GgufBackend = "auto"
+    threads: Threads = None
+    exact: Exact = False
+
+    def check(self) -> None:
+        """Raises `SpeculateError` for options that exclude each other."""
+        check_backend(self.target or default_target(), self.gguf_backend)
 
 
 def sampling(temperature: float | None, top_p: float | None, top_k: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Target, speculator and request from the options of `generate` and `chat`."""
+"""Target, speculator and request from the options of `generate`, `chat` and `serve`."""
 
 from __future__ import annotations
 
@@ -32,32 +32,27 @@ from ..commands import (
     parse_spec,
     prepare,
 )
-from .options import PLAIN, SessionOptions, default_target
+from .options import PLAIN, ServeOptions, SessionOptions, default_target
 
 
 @dataclass(frozen=True)
-class Session:
-    """A loaded target with its speculator and its request.
+class Loaded:
+    """A loaded target with its speculator.
 
     Attributes:
         title: short names of target and speculator.
         model, tokenizer: model and tokenizer of the target.
         speculator: the speculator; None for plain generation.
-        request: arguments of `generate` without the prompt.
-        shows_drafts: whether texts come with the knowledge of which tokens were accepted drafts.
     """
 
     title: str
     model: GenerativeModel
     tokenizer: PreTrainedTokenizerBase
     speculator: Speculator | None
-    request: dict[str, Any]
-    shows_drafts: bool = False
 
     @classmethod
-    def load(cls, options: SessionOptions) -> Session:
+    def of(cls, options: SessionOptions | ServeOptions) -> Loaded:
         """Loads target and speculator; raises `SpeculateError`. Names are checked before weights are read."""
-        request = options.checked_request()
         prepare(options.threads)
         name = options.target or default_target()
         spec = default_specs(name)[-1] if options.speculator is None else None
@@ -69,8 +64,26 @@ class Session:
             name, options.dtype, find_device(options.device), options.gguf_backend, neutral=False
         )
         title = f"{Path(name).name}, {'no speculator' if spec is None else f'drafts by {spec.label}'}"
-        speculator = None if spec is None else make_spec(spec, model)
-        return cls(title, model, tokenizer, speculator, request, options.show_drafts)
+        return cls(title, model, tokenizer, None if spec is None else make_spec(spec, model))
+
+
+@dataclass(frozen=True)
+class Session(Loaded):
+    """A loaded target with its speculator and its request.
+
+    Attributes:
+        request: arguments of `generate` without the prompt.
+        shows_drafts: whether texts come with the knowledge of which tokens were accepted drafts.
+    """
+
+    request: dict[str, Any]
+    shows_drafts: bool = False
+
+    @classmethod
+    def load(cls, options: SessionOptions) -> Session:
+        """Checks the request, then loads target and speculator; raises `SpeculateError`."""
+        request = options.checked_request()
+        return cls(**vars(Loaded.of(options)), request=request, shows_drafts=options.show_drafts)
 
     def typist(self, write: Callable[..., Any]) -> Typist:
         """A typist for `run`. `write` gets pieces of text, and with `shows_drafts` whether each was drafted."""
