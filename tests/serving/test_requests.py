@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
 from hf_speculate import Speculator, attach, detach
@@ -122,6 +123,27 @@ def test_plain_generation_has_no_speculation(served, capsys):
     assert "per round" not in capsys.readouterr().err
 
 
+def test_a_temperature_samples_where_the_model_does_not_say(served):
+    """The generation config of a GGUF file says nothing. Stock's server would decode greedily."""
+    model, ids, text, speculator = served
+    torch.manual_seed(1)
+    sampled = model.generate(ids, max_new_tokens=NEW, do_sample=True, temperature=0.9, pad_token_id=0, speculator=None)
+    assert sampled[0, ids.shape[1] :].tolist() != text
+    torch.manual_seed(1)
+    config = GenerationConfig(max_new_tokens=NEW, temperature=0.9, pad_token_id=0)
+    result = MeasuredModel(model, speculator, ServedRequest("/")).generate(input_ids=ids, generation_config=config)
+    assert result.tolist() == sampled.tolist()
+
+
+def test_a_temperature_of_zero_is_greedy_without_a_warning(served, logged):
+    model, ids, text, speculator = served
+    config = GenerationConfig(max_new_tokens=NEW, pad_token_id=0)
+    config.temperature, config.do_sample = 0.0, False
+    result = MeasuredModel(model, speculator, ServedRequest("/")).generate(input_ids=ids, generation_config=config)
+    assert result[0, ids.shape[1] :].tolist() == text
+    assert not [line for line in logged() if "temperature" in line]
+
+
 def test_beams_run_plain_and_without_a_streamer(served):
     model, ids, _, speculator = served
     request = ServedRequest("/v1/completions")
@@ -136,7 +158,7 @@ def test_a_request_that_fails_is_logged_with_its_reason(served, capsys):
     request = ServedRequest("/v1/completions")
     with pytest.raises(ValueError, match="temperature"):
         MeasuredModel(model, speculator, request).generate(
-            input_ids=ids, generation_config=GenerationConfig(do_sample=True, temperature=-1.0)
+            input_ids=ids, generation_config=GenerationConfig(do_sample=True, temperature=-1.0, max_new_tokens=NEW)
         )
     assert "temperature" in capsys.readouterr().err
     assert request.is_logged

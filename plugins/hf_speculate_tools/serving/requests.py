@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_speculate.errors import SpeculateError, first_line
@@ -100,7 +101,9 @@ class MeasuredModel:
             request.check()
         watch = _Watch(request, self._speculator, kwargs.pop("streamer", None))
         request.prompt_tokens = kwargs["input_ids"].shape[-1]
-        is_beam = (kwargs["generation_config"].num_beams or 1) > 1  # takes no streamer
+        config = kwargs["generation_config"]
+        _apply_temperature(config, self._model.generation_config)
+        is_beam = (config.num_beams or 1) > 1  # takes no streamer
         try:
             result = self._model.generate(**kwargs, **({} if is_beam else {"streamer": watch}))
         except Exception as error:
@@ -110,6 +113,17 @@ class MeasuredModel:
         watch.close()
         request.log(request.summary)
         return result
+
+
+def _apply_temperature(config: GenerationConfig, own: GenerationConfig) -> None:
+    """Makes a request's temperature decide whether to sample, as in OpenAI's protocol.
+
+    Stock samples only if the model's own config says so, and that of a GGUF file says nothing.
+    """
+    if config.temperature == 0:
+        config.do_sample, config.temperature = False, None
+    elif config.do_sample is None and config.temperature not in (None, own.temperature):
+        config.do_sample = True
 
 
 class _Watch(BaseStreamer):
