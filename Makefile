@@ -44,7 +44,7 @@ slow: $(SETUP)
 # where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
 NEWEST := .venv-newest
 CORE := tests/cache tests/verification tests/target tests/attention tests/forward tests/drafting tests/loop tests/request tests/lossless \
-	tests/conformance tests/test_compatibility.py
+	tests/conformance tests/test_compatibility.py tests/serving/test_stock.py
 
 newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub
@@ -102,7 +102,7 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
 	$(ECOSYSTEM)/bin/python -m pip install -q "$(TORCH)"
 	$(ECOSYSTEM)/bin/python -m pip install -q --no-deps xgrammar==0.2.8
-	$(ECOSYSTEM)/bin/python -m pip install -q -e ".[dev]" "transformers[serving]" apache-tvm-ffi \
+	$(ECOSYSTEM)/bin/python -m pip install -q -e ".[dev,serve]" apache-tvm-ffi \
 	  lm-eval==0.4.13 trl==1.16.0 outlines==1.3.3 llguidance==1.9.1 nbclient ipykernel
 	touch $@
 

@@ -1,4 +1,4 @@
-"""`hf-speculate serve`: a model with its speculator behind OpenAI's protocol."""
+"""`hf-speculate serve`: a model with its speculator over OpenAI's protocol."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ServedRequest:
         seconds: time that `generate` took, the prompt's included; None until its text is complete, or it failed.
         speculation: rounds, drafted and accepted tokens, tokens per round; None until the text is complete, and for
             plain generation.
-        reason: clause that tells why it must end early; "" while it may go on.
+        reason: clause on why it must end early; "" while it may run.
         is_logged: whether it has its line in the log.
     """
 
@@ -111,6 +111,7 @@ class MeasuredModel:
             request.log(f"{request.summary}; {request.reason or first_line(error)}")
             raise
         watch.close()
+        request.new_tokens = result.shape[-1] - request.prompt_tokens  # beams have no streamer
         request.log(request.summary)
         return result
 
@@ -118,7 +119,7 @@ class MeasuredModel:
 def _apply_temperature(config: GenerationConfig, own: GenerationConfig) -> None:
     """Makes a request's temperature decide whether to sample, as in OpenAI's protocol.
 
-    Stock samples only if the model's own config says so, and that of a GGUF file says nothing.
+    Stock samples only if the model's own config has `do_sample`, and that of a GGUF file has not.
     """
     if config.temperature == 0:
         config.do_sample, config.temperature = False, None
