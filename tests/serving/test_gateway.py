@@ -57,6 +57,7 @@ def test_the_drafts_join_the_usage_of_a_whole_answer():
     assert json.loads(body["body"]) == {"text": "naïve", "usage": {"total_tokens": 5, "speculation": DRAFTS}}
     headers = dict(start["headers"])
     assert headers[b"content-length"] == str(len(body["body"])).encode()
+    assert len(headers) == len(start["headers"])
     assert headers[b"x-request-id"] == b"7"
     assert not body.get("more_body")
 

@@ -42,8 +42,9 @@ def open_socket(host: str, port: int) -> socket.socket:
     """
     bound = None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # With its protocol: asyncio sends small events at once (TCP_NODELAY) only on a socket that names TCP.
+        bound = socket.socket(family, kind, protocol)
         if os.name == "posix":  # elsewhere it would share the port with another server
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
