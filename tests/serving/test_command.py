@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import socket
+import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from hf_speculate.errors import SpeculateError
+from hf_speculate.errors import IncompatibleTransformersError, SpeculateError
 from hf_speculate.speculator import attached_to
 from hf_speculate_tools import cli
 from hf_speculate_tools.cli import serve
-from hf_speculate_tools.serving import check_extra, open_socket, server
+from hf_speculate_tools.serving import check_extra, open_socket, run_server, server
 
 from ..support.paths import REPOSITORY
 
@@ -53,6 +56,19 @@ def test_an_older_transformers_is_refused(monkeypatch):
     monkeypatch.setattr("hf_speculate.compatibility.versions.installed_version", lambda: "5.20.0")
     with pytest.raises(SpeculateError, match=r"serve needs transformers >= 5\.24, but 5\.20\.0 is installed"):
         check_extra()
+
+
+def test_a_server_that_transformers_has_changed_is_one_sentence(monkeypatch):
+    def build_server(model_manager, brand_new_handler):
+        pass
+
+    stub: Any = ModuleType("stock")
+    stub.build_app = lambda *_: build_server("a manager")
+    monkeypatch.setitem(sys.modules, "hf_speculate_tools.serving.stock", stub)
+    monkeypatch.setitem(sys.modules, "uvicorn", ModuleType("uvicorn"))
+    nothing: Any = None
+    with pytest.raises(IncompatibleTransformersError, match=r"has changed: .*'brand_new_handler'"):
+        run_server(nothing, "name", nothing, nothing, nothing)
 
 
 def test_a_port_in_use_is_refused_before_a_model_is_loaded(no_model, has_extra):

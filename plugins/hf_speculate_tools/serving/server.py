@@ -9,8 +9,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hf_speculate.compatibility import check_feature, explained
-from hf_speculate.errors import SpeculateError
+from hf_speculate.compatibility import check_feature, installed_version
+from hf_speculate.errors import IncompatibleTransformersError, SpeculateError, first_line
 
 from .gateway import Gateway
 
@@ -70,14 +70,21 @@ def run_server(
         bound: socket of `open_socket`.
         name: name of the model, which requests must use.
         speculator: speculator that is attached to the model; None for plain generation.
-    """
-    try:
-        import uvicorn  # pyright: ignore[reportMissingImports]
 
+    Raises:
+        IncompatibleTransformersError: the server of this transformers is built in another way.
+    """
+    import uvicorn  # pyright: ignore[reportMissingImports]
+
+    try:
         from .stock import build_app
-    except (ImportError, AttributeError) as error:
-        raise explained(error) from error
-    gateway = Gateway(build_app(name, model, tokenizer, speculator))
+
+        gateway = Gateway(build_app(name, model, tokenizer, speculator))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise IncompatibleTransformersError(
+            f"serve builds on the server of transformers {_OLDEST}, and that of {installed_version()} has changed: "
+            f"{first_line(error)}"
+        ) from error
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[Any] | None = None) -> None:

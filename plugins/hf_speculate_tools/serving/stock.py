@@ -23,7 +23,6 @@ from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
-from hf_speculate.compatibility import incompatible
 from hf_speculate.messages import message
 from hf_speculate.speculator import Speculator
 from hf_speculate.target import GenerativeModel
@@ -41,23 +40,17 @@ def build_app(name: str, model: GenerativeModel, tokenizer: Any, speculator: Spe
         name: name of the model, which requests must use.
         tokenizer: the model's tokenizer, a fast one.
         speculator: speculator that is attached to the model; None for plain generation.
-
-    Raises:
-        IncompatibleTransformersError: the server's classes have changed.
     """
-    try:
-        manager, state = _LoadedModel(name, model, tokenizer), _State(speculator)
-        app = build_server(
-            model_manager=manager,
-            chat_handler=ChatCompletionHandler(manager, state),
-            completion_handler=CompletionHandler(manager, state),
-            response_handler=ResponseHandler(manager, state),
-            transcription_handler=TranscriptionHandler(manager, state),
-            systemone_handler=SystemOneHandler(manager, state),
-            generation_state=state,
-        )
-    except TypeError as error:
-        raise incompatible(f"its server has changed: {error}") from error
+    manager, state = _LoadedModel(name, model, tokenizer), _State(speculator)
+    app = build_server(
+        model_manager=manager,
+        chat_handler=ChatCompletionHandler(manager, state),
+        completion_handler=CompletionHandler(manager, state),
+        response_handler=ResponseHandler(manager, state),
+        transcription_handler=TranscriptionHandler(manager, state),
+        systemone_handler=SystemOneHandler(manager, state),
+        generation_state=state,
+    )
     for kind in (ValueError, TemplateError):  # no chat template; a template that refuses; a wrong value
         app.add_exception_handler(kind, _refusal(_BAD_REQUEST))
     app.add_exception_handler(RequestEnded, _refusal(_UNAVAILABLE))
