@@ -43,12 +43,13 @@ slow: $(SETUP)
 # What touches transformers, with its newest release on the package index, in an environment of its own. (pip complains
 # where that is beyond what pyproject.toml allows: this is how one finds out whether it may allow it.)
 NEWEST := .venv-newest
+NEWEST_TORCH := torch
 CORE := tests/cache tests/verification tests/target tests/attention tests/forward tests/drafting tests/loop tests/request tests/lossless \
 	tests/conformance tests/test_compatibility.py tests/serving/test_stock.py
 
 newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub
-	$(NEWEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
+	$(NEWEST)/bin/python -m pip install -q --upgrade transformers huggingface_hub $(NEWEST_TORCH)
+	$(NEWEST)/bin/python -c "import torch, transformers as t; print('transformers', t.__version__, 'torch', torch.__version__)"
 	$(NEWEST)/bin/python -m pytest -q -n 2 --dist loadscope $(CORE)
 
 $(NEWEST)/.installed: pyproject.toml

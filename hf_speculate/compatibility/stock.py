@@ -7,6 +7,7 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
+import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 from transformers.generation import utils as generation_utils
@@ -58,6 +59,19 @@ def states_option(layers: Sequence[int]) -> list[int] | range:
         return list(layers)
     # Before 5.23 a list is a mere flag, or has other indices. A range is a flag there: all states are returned.
     return range(max(layers) + 1)
+
+
+def reads_stops_late(device: torch.device, cache: Cache, is_returned: bool) -> bool:
+    """Whether stock reads one step late whether a text has ended, so that the device need not wait (on MPS since 5.24).
+
+    It then runs a step more, whose token it drops.
+
+    Args:
+        device: device of the text.
+        is_returned: whether the caller gets to see the cache.
+    """
+    check = getattr(generation_utils, "DeferredStopCheck", None)
+    return check is not None and check.is_supported(device, cache, is_returned, is_assistant=False)
 
 
 def has_checkpointing(model: Any) -> bool:

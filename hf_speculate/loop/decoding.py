@@ -40,6 +40,7 @@ class Decoding:
         stats: counters of this call.
         meter: time of the request's phases.
         listeners: functions that are called after every round.
+        reads_stops_late: whether stock runs a step after the text's end (`compatibility.stock.reads_stops_late`).
         depth: depth of the last draft before it was cut; 0 without a draft.
         broken_off: tree, verdict and output of the round that is being verified; None in all other phases.
         is_text_broken: whether plain decoding steps give scores that are not finite, in every row.
@@ -58,6 +59,7 @@ class Decoding:
     stats: SpeculationStats
     meter: Meter
     listeners: Sequence[Listener]
+    reads_stops_late: bool = False
     depth: int = field(default=0, init=False)
     broken_off: tuple[DraftTree, Verdict, Any] | None = field(default=None, init=False)
     is_text_broken: bool = field(default=False, init=False)
@@ -127,4 +129,11 @@ class Decoding:
             self.cache.clear_uncommitted()
         self.cache.release()
         if self.sampler.noise is not None:
-            self.sampler.noise.finish(max(delivered))
+            self.sampler.noise.finish(max(delivered) + self._draws_once_more(delivered))
+
+    def _draws_once_more(self, delivered: Sequence[int]) -> bool:
+        """Whether stock has drawn for a token after the end. It knows in time that a text has reached its length."""
+        sequences, max_length = self.rows.sequences, self.verifier.stopping.max_length
+        if not self.reads_stops_late or not all(sequences.finished) or max(delivered) < max(sequences.num_emitted):
+            return False
+        return max_length is None or sequences.prompt.shape[1] + max(delivered) < max_length

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from ..attention import backends_in_use
 from ..cache import TreeCache
+from ..compatibility.stock import reads_stops_late
 from ..drafting import MAX_NODES, RAW_LAST, Drafting, DraftRequest, cached_text, last_layer
 from ..forward import MAX_NATIVE_ROWS, GraphUse, Scorer, exact_scorer, target_scorer, with_graphs
 from ..graphs import GraphRunner, graph_runner_for
@@ -106,6 +107,7 @@ def prepare(speculator: Speculator, call: SampleCall) -> Decoding:
         stats=stats,
         meter=Meter(stats, RoundClock(_events(scorer.device)), delivery, runner),
         listeners=round_listeners(stats, sampler, sequences, scorer, drafting, policy),
+        reads_stops_late=reads_stops_late(call.input_ids.device, scorer.cache.cache, call.shows_cache),
     )
 
 

@@ -150,6 +150,8 @@ class Noise:
     def finish(self, num_steps: int) -> None:
         """Leaves the RNG where stock leaves it after `num_steps` sampled tokens. During a pause it is already there."""
         if self._paused_at is None:
+            if num_steps > self._first_step:
+                self.row(num_steps - 1)  # stock may have drawn for a token that it dropped
             self.pause(num_steps)
         self._rows.clear()
         self._states_before.clear()

@@ -7,10 +7,12 @@ import re
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from hf_speculate_tools import cli
+from hf_speculate_tools.commands import environment, machine
 
 
 def run(*arguments: str):
@@ -32,6 +34,16 @@ def test_env_names_versions():
     assert found["versions"]["torch"]
     assert found["threads"] >= 1
     assert "- transformers: " in run("env").stdout
+
+
+def test_environment_names_what_replaces_attention(monkeypatch):
+    assert environment()["flash_attention"] == "torch"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    versions = {"flash-linear-attention": "0.5.0"}
+    monkeypatch.setattr(machine, "version", lambda name: versions.get(name, "1.0"))
+    facts = environment()
+    assert facts["flash_attention"] == "FA4"
+    assert facts["versions"]["flash-linear-attention"] == "0.5.0"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers.generation import utils as generation_utils
 
 from hf_speculate import AutoSpeculator, Speculator
-from hf_speculate.testing import RandomDrafter, ScriptedDrafter
+from hf_speculate.compatibility.stock import reads_stops_late
+from hf_speculate.testing import EmptyDrafter, RandomDrafter, ScriptedDrafter
 from hf_speculate_plugins.draft_model import DraftModelDrafter, DraftModelOptions
 
 from ..support.models import VOCAB_SIZE
@@ -92,6 +95,41 @@ def test_the_seed_gives_the_tokens_and_the_rng_state_of_plain_generate(tiny_mode
             ours, our_rng = sample(model, inputs, seed, Speculator(drafter), **request_of(name, length))
             assert torch.equal(ours, plain), kind
             assert torch.equal(our_rng, rng), f"{kind}: equal text, but the RNG is elsewhere"
+
+
+class TestStopsThatStockReadsLate:
+    """On MPS stock runs one step after the end of a text, and drops its token. Here it is made to do so on the CPU."""
+
+    @pytest.fixture(autouse=True)
+    def late(self, monkeypatch):
+        if not hasattr(generation_utils, "DeferredStopCheck"):
+            pytest.skip("this transformers reads stops at once")
+        monkeypatch.setattr(generation_utils.DeferredStopCheck, "is_supported", lambda *_args, **_named: True)
+        event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+        monkeypatch.setattr(torch, "Event", lambda **_options: event)
+
+    @pytest.mark.parametrize("batch_size", [1, 3])
+    @pytest.mark.parametrize("ends", ["by EOS", "by length", "by both"])
+    def test_the_generator_is_where_stock_leaves_it(self, tiny_model, prompt, batch_size, ends):
+        model, inputs = tiny_model(), {"input_ids": prompt(6, batch_size)}
+        request = {"do_sample": True, "max_new_tokens": NEW_TOKENS}
+        if ends != "by length":
+            request |= {"eos_token_id": list(range(3, 30)), "pad_token_id": 0}
+        if ends == "by both":
+            request["max_new_tokens"] = sample(model, inputs, 0, **request)[0].shape[1] - 6
+        plain, rng = sample(model, inputs, 0, **request)
+        assert (plain.shape[1] == 6 + request["max_new_tokens"]) == (ends != "by EOS")
+        for speculator in (Speculator(RandomDrafter(vocab_size=VOCAB_SIZE)), Speculator(EmptyDrafter())):
+            ours, our_rng = sample(model, inputs, 0, speculator, **request)
+            assert torch.equal(ours, plain)
+            assert torch.equal(our_rng, rng)
+
+
+def test_stock_reads_stops_late_on_mps_alone():
+    """Where this fails, transformers has changed it: `docs/equal-to-plain.md` names the devices."""
+    kinds = ("cpu", "cuda", "xpu", "mps")
+    late = [kind for kind in kinds if reads_stops_late(torch.device(kind), DynamicCache(), is_returned=True)]
+    assert late == (["mps"] if hasattr(generation_utils, "DeferredStopCheck") else [])
 
 
 @pytest.mark.parametrize("top_k", quick([3, 1]))

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch.nn.attention
 
 from hf_speculate.attention import backends_in_use, kernel_fits
 from hf_speculate.errors import SpeculateError, first_line
@@ -22,11 +23,13 @@ from .checks import check_dtype
 
 _PACKAGES = ("hf-speculate", "transformers", "torch", "huggingface_hub", "safetensors", "tokenizers")
 _OPTIONAL_PACKAGES = ("accelerate", "peft", "bitsandbytes", "gguf", "datasets")
+# Kernels that transformers takes for attention and recurrent layers where they are installed.
+_KERNEL_PACKAGES = ("flash-attn", "flash-linear-attention", "causal-conv1d", "kernels")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Versions, hardware and thread count as JSON-serialisable values, for bug reports and benchmark results."""
-    versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES)}
+    versions = {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL_PACKAGES, *_KERNEL_PACKAGES)}
     return {
         "versions": {name: number for name, number in versions.items() if number or name in _PACKAGES},
         "python": platform.python_version(),
@@ -37,9 +40,16 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "device": _device_name(device),
         "cuda": torch.version.cuda,
+        "flash_attention": _flash_attention(),
         **_attention(device or find_device(None)),
         "drafters": sorted(installed_drafters()),
     }
+
+
+def _flash_attention() -> str:
+    """The implementation of flash attention in this process. Since torch 2.13, code may replace it for all models."""
+    replaced = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return replaced or "torch"
 
 
 def _attention(device: torch.device) -> dict[str, Any]:
