@@ -55,7 +55,16 @@ def _each(others: Iterable[Any]) -> Iterable[Any]:
 
 def _is_known(other: Any) -> bool:
     """Whether this object is known code and calls no unknown code."""
-    if type(other).__module__.partition(".")[0] not in _PACKAGES or isinstance(other, _CALLED):
+    if not _is_ours(type(other)) or isinstance(other, _CALLED):
         return False
     parts = getattr(other, "__dict__", {}).values()
-    return isinstance(other, Drafter) or not any(isinstance(part, _CALLED) for part in parts)
+    return isinstance(other, Drafter) or not any(isinstance(part, _CALLED) and not _is_own(part) for part in parts)
+
+
+def _is_own(part: Any) -> bool:
+    """Whether this is a function of known code that holds nothing of anybody else."""
+    return isinstance(part, FunctionType) and part.__closure__ is None and _is_ours(part)
+
+
+def _is_ours(part: Any) -> bool:
+    return part.__module__.partition(".")[0] in _PACKAGES

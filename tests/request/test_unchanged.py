@@ -13,6 +13,8 @@ from hf_speculate import Speculator, attach
 from hf_speculate.drafting import Drafter
 from hf_speculate.request import unchanged as module
 from hf_speculate.testing import EmptyDrafter
+from hf_speculate_tools.cli.session import print_piece
+from hf_speculate_tools.commands.typing import Typist
 from hf_speculate_tools.serving.requests import MeasuredModel, ServedRequest
 
 
@@ -108,3 +110,15 @@ def test_drafters_and_streamers_of_others_are_not_known():
     assert not module._is_known(Printing(None))
     Ours.__module__ = "somebody_elses"
     assert not module._is_known(Ours())
+
+
+def test_functions_inside_a_streamer_are_known_if_they_are_ours_and_hold_nothing():
+    held = []
+
+    def closure(text):
+        held.append(text)
+
+    closure.__module__ = print_piece.__module__
+    assert module._is_known(Typist(None, print_piece)), "the one of `hf-speculate chat` and `generate`"
+    assert not module._is_known(Typist(None, closure))
+    assert not module._is_known(Typist(None, lambda text: None))
