@@ -143,7 +143,8 @@ class DraftState:
         if len(rows) == len(self.active):
             return self
         active, num_emitted = (tuple(values[row] for row in rows) for values in (self.active, self.num_emitted))
-        return replace(self, root_ids=self.root_ids[list(rows)], active=active, num_emitted=num_emitted, _rows=rows)
+        of_batch = rows if self._rows is None else [self._rows[row] for row in rows]
+        return replace(self, root_ids=self.root_ids[list(rows)], active=active, num_emitted=num_emitted, _rows=of_batch)
 
     def whole_tree(self, tree: DraftTree, rows: Sequence[int]) -> DraftTree:
         """A tree of all rows for `draft` to return, made from a tree of `rows`. The drafts of other rows are never

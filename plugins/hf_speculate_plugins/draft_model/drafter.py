@@ -1,4 +1,4 @@
-"""The `draft_model` drafter, a smaller causal LM of the same vocabulary, and the folders that hold such models."""
+"""The `draft_model` drafter, a smaller causal LM, and the folders that hold such models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from hf_speculate.target import GenerativeModel, supported_shape, unwrap
 from ..checkpoints import ConfigValues, checkpoint_files, read_config, tensor_shapes
 from ..origin import compare_weights, sample_weights
 from .options import DraftModelOptions
+from .pairing import find_translation
 from .session import DraftModelSession
+from .translated import TranslatedSession
+from .translation import Translation
 
 
 if TYPE_CHECKING:
@@ -130,18 +133,36 @@ def _check_sizes(folder: str) -> None:
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a causal LM of the target's vocabulary (padding rows at the end may differ)."""
+    """Drafts with a causal LM.
+
+    Args:
+        model: draft model.
+        options: options of its drafts.
+        translation: translation between the two vocabularies; None for a draft model of the target's vocabulary
+            (padding rows at the end may differ).
+    """
 
     name = "draft_model"
     drafts_ahead = True
     options_classes = (DraftModelOptions,)
 
-    def __init__(self, model: GenerativeModel, options: DraftModelOptions | None = None):
+    def __init__(
+        self,
+        model: GenerativeModel,
+        options: DraftModelOptions | None = None,
+        translation: Translation | None = None,
+    ):
         shape, reason = supported_shape(model, DynamicCache(config=model.config))
         if shape == "single":
             raise TargetMismatchError(f"{type(model).__name__} cannot be a draft model: {reason}.")
         self.model = model.eval()
         self.options = options or DraftModelOptions()
+        self.translation = translation
+        if translation is not None and self.options.top_k > 1:
+            raise OptionError(
+                f"draft_model: top_k={self.options.top_k} asks for a tree, and a draft model of another vocabulary "
+                "drafts chains only: leave top_k out."
+            )
         self.conversations: Conversations[TreeCache] = Conversations()
 
     def __repr__(self) -> str:
@@ -160,18 +181,24 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
-        """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`."""
+        """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`.
+
+        For a draft model of another vocabulary, `tokenizer=` is the target's tokenizer and `draft_tokenizer=` that of
+        the draft model, or their folders. By default they are those of the places that the models were loaded from.
+        """
         model = options.pop("model", None)
+        tokenizers = options.pop("tokenizer", None), options.pop("draft_tokenizer", None)
         if model is None:
             raise OptionError(
                 "draft_model needs the draft model: from_name('draft_model', target=..., model=...), or in a text "
                 "draft_model:model=PATH."
             )
-        parsed = read_options(DraftModelOptions, options, cls.name, also=["model"])
+        parsed = read_options(DraftModelOptions, options, cls.name, also=["model", "tokenizer", "draft_tokenizer"])
         if isinstance(model, str | os.PathLike):
             _check_place(user_path(model), target)
             model = load_beside(os.fspath(model), target)
-        drafter = cls(model, parsed)
+        translation = find_translation(target, model, tokenizers, difference(model, target))
+        drafter = cls(model, parsed, translation)
         drafter._check_smaller(target)
         return drafter
 
@@ -197,20 +224,17 @@ class DraftModelDrafter(Drafter):
 
     def check_target(self, target: GenerativeModel) -> None:
         """Compares vocabularies: sizes (padding rows aside) and special token ids."""
-        ours, theirs = (m.config.get_text_config(decoder=True) for m in (self.model, target))
-        # Checkpoints of one family pad the same tokenizer differently (Qwen2: 151936 and 152064 rows).
-        if abs(ours.vocab_size - theirs.vocab_size) > 256:
-            raise TargetMismatchError(
-                f"the draft model has a vocabulary of {ours.vocab_size} tokens, the target of {theirs.vocab_size}: "
-                "a draft model must share the target's tokenizer."
-            )
-        for name in ("bos_token_id", "eos_token_id"):
-            mine, its = (_as_set(getattr(config, name, None)) for config in (ours, theirs))
-            if mine and its and not mine & its:
+        if self.translation is None:
+            if problem := difference(self.model, target):
                 raise TargetMismatchError(
-                    f"the draft model's {name} is {sorted(mine)}, the target's {sorted(its)}: they seem to have "
-                    "different tokenizers; a draft model must share the target's."
+                    f"{problem}; a draft model must share the target's tokenizer, unless both are known: build it with "
+                    "from_name('draft_model', target=..., model=..., tokenizer=..., draft_tokenizer=...)."
                 )
+        elif (size := target.config.get_text_config(decoder=True).vocab_size) != len(self.translation.target.texts):
+            raise TargetMismatchError(
+                f"the target has a vocabulary of {size} tokens; this draft model was given the tokenizer of a target "
+                f"with {len(self.translation.target.texts)}. Build the speculator again for this target."
+            )
 
     def _check_smaller(self, target: GenerativeModel) -> None:
         """Raises `TargetMismatchError` for the target itself, and for equal weights that are not smaller: such a draft
@@ -226,7 +250,25 @@ class DraftModelDrafter(Drafter):
         )
 
     def start(self, request: DraftRequest) -> DraftModelSession:
+        if self.translation is not None:
+            return TranslatedSession(self.model, self.options, self.conversations, request, self.translation)
         return DraftModelSession(self.model, self.options, self.conversations, request)
+
+
+def difference(model: GenerativeModel, target: GenerativeModel) -> str:
+    """A clause on the difference between the vocabularies of a draft model and its target; "" if there is none."""
+    ours, theirs = (m.config.get_text_config(decoder=True) for m in (model, target))
+    # Checkpoints of one family pad the same tokenizer differently (Qwen2: 151936 and 152064 rows).
+    if abs(ours.vocab_size - theirs.vocab_size) > 256:
+        return f"the draft model has a vocabulary of {ours.vocab_size} tokens, the target of {theirs.vocab_size}"
+    for name in ("bos_token_id", "eos_token_id"):
+        mine, its = (_as_set(getattr(config, name, None)) for config in (ours, theirs))
+        if mine and its and not mine & its:
+            return (
+                f"the draft model's {name} is {sorted(mine)}, the target's {sorted(its)}: they seem to have different "
+                "tokenizers"
+            )
+    return ""
 
 
 def _check_place(place: str, target: GenerativeModel) -> None:

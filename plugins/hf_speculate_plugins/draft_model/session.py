@@ -74,9 +74,12 @@ class DraftModelSession(DraftSession):
             tokens = tokens.gather(1, lengths[:, None] - 1)
         else:
             lengths_list = lengths.tolist()
-        tokens = tokens.clamp(max=self._last_token)
-        for text, row, length in zip(self._texts, tokens.tolist(), lengths_list, strict=True):
-            text.extend(row[:length])
+        self._append([row[:length] for row, length in zip(tokens.tolist(), lengths_list, strict=True)])
+
+    def _append(self, new: Sequence[Sequence[int]]) -> None:
+        """Adds committed tokens to the text of each row."""
+        for text, tokens in zip(self._texts, new, strict=True):
+            text.extend(min(token, self._last_token) for token in tokens)
 
     def draft(self, state: DraftState) -> DraftTree:
         return self._draft_captured(state) or self._draft(state, self.options.depth)
@@ -115,10 +118,13 @@ class DraftModelSession(DraftSession):
         if limit is None:
             return DraftTree.root_only(state.root_ids)
         rows, depth = self.cache.rows, min(depth, state.max_depth, limit + 1)
+        return state.whole_tree(self._grow(state.select(rows), depth), rows)
+
+    def _grow(self, state: DraftState, depth: int) -> DraftTree:
+        """The draft of the rows in the cache."""
         root_logits = self._feed_committed()
         is_chain = self.options.top_k == 1 or state.chains_only or self.scorer.shape == "chain"
-        draft = self._draft_chain if is_chain else self._draft_tree
-        return state.whole_tree(draft(state.select(rows), root_logits, depth), rows)
+        return (self._draft_chain if is_chain else self._draft_tree)(state, root_logits, depth)
 
     def _depth_limit(self, rows: Sequence[int]) -> int | None:
         """Greatest depth of nodes that the draft model can run; None: it knows no position even for the root."""
