@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_speculate.errors import CheckpointError, OptionError, TargetMismatchError, first_line
 from hf_speculate.files import user_path
+from hf_speculate.speculator import path_problem
 from hf_speculate.target import GenerativeModel, unwrap
 
 from .translation import Names, Translation
@@ -76,6 +77,8 @@ def _load(place: str) -> Any:
         from hf_speculate_gguf import find_file, read_model_file, read_tokenizer  # nothing else needs what it imports
 
         return read_tokenizer(read_model_file(find_file(place, None, {})))
+    if problem := path_problem(place):  # the Hub is not asked for a path
+        raise CheckpointError(f"{place!r} {problem}")
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 

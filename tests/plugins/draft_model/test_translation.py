@@ -27,7 +27,7 @@ from ...support.vocabularies import (
 NUM_TEXTS = 2000
 _TOKENIZERS = {
     "small": lambda: byte_level_tokenizer(600),
-    "large": lambda: byte_level_tokenizer(3000, LLAMA, digits=1),
+    "large": lambda: byte_level_tokenizer(1500, LLAMA, digits=1),
     "sentencepiece": sentencepiece_tokenizer,
     "pycoder": lambda: AutoTokenizer.from_pretrained(REPOSITORY / "examples" / "pycoder"),
     "qwen2": lambda: AutoTokenizer.from_pretrained(SHARED / "data" / "tokenizers" / "qwen2"),
