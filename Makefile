@@ -6,7 +6,7 @@ SETUP := .venv/.installed
 # The demo needs less, and takes what is there.
 DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 
-BENCHMARKS := bench-ahead bench-costs bench-edits bench-first bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train
+BENCHMARKS := bench-ahead bench-costs bench-edits bench-first bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train bench-vocabularies
 
 .PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize arm cross gpu lint fix docs bench \
 	bench-quick $(BENCHMARKS) build llama-cpp clean

@@ -26,13 +26,17 @@ from ..benchmarks import (
     shapes,
     tools,
     train,
+    vocabularies,
 )
 from ..benchmarks.command import run
 from ..benchmarks.shapes import ModelShape
+from ..support.models import build_tiny_model
 from ..support.random_gguf import FileShape, one_type, write_random_file
+from ..support.vocabularies import byte_level_tokenizer
 
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
+EXAMPLES = MAKEFILE.parent / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +229,22 @@ def test_tool_calls_are_measured(bench_folders, monkeypatch):
         assert plain["texts"] == helped["texts"]
     assert len(tools.tables(result)[0].rows) == 4
     assert len({*tools.tool_dialogues(30, 0)}) == 30
+
+
+def test_a_draft_model_of_another_vocabulary_is_measured(tmp_path):
+    tokenizer = byte_level_tokenizer(600)
+    build_tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = vocabularies.VocabularySettings(
+        target=str(EXAMPLES / "pycoder"), model=str(tmp_path), limit=2, max_new_tokens=8, repeats=1
+    )
+    result = vocabularies.bench_vocabularies(settings)
+    assert [row["temperature"] for row in result["rows"]] == [0.0] * 4 + [1.0] * 4
+    plain, stock, adaptive, fixed = result["rows"][:4]
+    assert plain["tokens_per_round"] == plain["speedup"]["median"] == 1
+    assert {row["same"] for row in (plain, stock, adaptive, fixed)} == {2}
+    assert fixed["tokens_per_round"] >= 1
+    assert len(vocabularies.tables(result)[0].rows) == 8
 
 
 @pytest.mark.slow

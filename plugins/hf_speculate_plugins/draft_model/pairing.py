@@ -16,6 +16,9 @@ from hf_speculate.target import GenerativeModel, unwrap
 from .translation import Names, Translation
 from .vocabulary import Vocabulary
 
+# Tokens that a user may have added to a tokenizer, for example for padding, and not to the model.
+_MOST_ADDED = 256
+
 
 def find_translation(
     target: GenerativeModel, model: GenerativeModel, given: tuple[Any, Any], difference: str
@@ -30,7 +33,7 @@ def find_translation(
 
     Raises:
         OptionError: a tokenizer that was given is none, or of a kind whose tokens are unknown.
-        TargetMismatchError: a tokenizer is missing, or has more tokens than its model.
+        TargetMismatchError: a tokenizer is missing, or has many more tokens than its model.
     """
     if not difference and given == (None, None):
         return None
@@ -41,14 +44,14 @@ def find_translation(
     vocabularies = []
     for (name, option, owner, _), tokenizer in zip(sides, tokenizers, strict=True):
         size = owner.config.get_text_config(decoder=True).vocab_size
-        if len(tokenizer) > size:
+        if len(tokenizer) > size + _MOST_ADDED:
             raise TargetMismatchError(
                 f"draft_model: the {name} has a vocabulary of {size} tokens, but its tokenizer has {len(tokenizer)}: "
                 f"{option}= must be the {name}'s own."
             )
         vocabularies.append(Vocabulary(tokenizer, size, f"the {name}'s"))
     names = [_names(tokenizer, owner) for tokenizer, owner in zip(tokenizers, (target, model), strict=True)]
-    return Translation(*vocabularies, *names)
+    return Translation(vocabularies[0], vocabularies[1], names[0], names[1])
 
 
 def _find(given: Any, owner: GenerativeModel, name: str, option: str, difference: str) -> Any:
@@ -83,8 +86,13 @@ def _load(place: str) -> Any:
 
 
 def _names(tokenizer: Any, model: GenerativeModel) -> Names:
+    size = model.config.get_text_config(decoder=True).vocab_size
+
+    def known(*tokens: int | None) -> list[int]:
+        return [token for token in dict.fromkeys(tokens) if token is not None and token < size]
+
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     more: Sequence[int] = [of_model] if isinstance(of_model, int) else of_model or ()
-    ends = [token for token in dict.fromkeys([tokenizer.eos_token_id, *more]) if token is not None]
-    unwritten = [token for token in (tokenizer.pad_token_id, tokenizer.unk_token_id) if token is not None]
-    return Names(tokenizer.bos_token_id, ends, unwritten)
+    begin = next(iter(known(tokenizer.bos_token_id)), None)
+    unwritten = known(tokenizer.pad_token_id, tokenizer.unk_token_id)
+    return Names(begin, known(tokenizer.eos_token_id, *more), unwritten)

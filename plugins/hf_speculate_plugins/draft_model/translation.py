@@ -145,7 +145,7 @@ class ReadText:
             text.clear()
             self.ids += self._translation.special_to_draft(token)
             self.num_fixed = len(self.ids)
-        self._fix(bytes(text), self._translation.draft.last_word(text) if text else 0)
+        self._fix(bytes(text), self._translation.draft.last_word(bytes(text)) if text else 0)
 
     def state(self) -> tuple[list[int], int, bytes]:
         """The state that `restore` takes, to undo `append`."""

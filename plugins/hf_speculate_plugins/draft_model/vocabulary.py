@@ -94,7 +94,7 @@ class Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
         whole = [token.content for token in added.values() if not token.special and token.content]
         self._whole = re.compile("|".join(map(re.escape, sorted(whole, key=len, reverse=True)))) if whole else None
-        self.prefix = _prefix(tokenizer)
+        self.prefix = [token for token in _prefix(tokenizer) if token < num_tokens]
         self.begins_with_space = _adds_space(backend)
 
     def is_special(self, token: int) -> bool:

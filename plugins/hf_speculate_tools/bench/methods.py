@@ -101,10 +101,11 @@ def speculator_methods(specs: Sequence[SpeculatorSpec], target: GenerativeModel,
 
 
 def draft_model_of(methods: Sequence[Method]) -> PreTrainedModel | None:
-    """The causal LM that one of the speculators drafts with: stock assisted generation can use it too."""
+    """The causal LM of the target's vocabulary with which one of the speculators drafts: stock can use it too."""
     for method in methods:
-        model = getattr(method.arguments["speculator"].drafter, "model", None)
-        if isinstance(model, PreTrainedModel):
+        drafter = method.arguments["speculator"].drafter
+        model = getattr(drafter, "model", None)
+        if isinstance(model, PreTrainedModel) and getattr(drafter, "translation", None) is None:
             neutralize(model)
             return model
     return None

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_speculate import AutoSpeculator, DraftRequest, DraftState, Speculator
+from hf_speculate.cache import as_cache, cache_of
 from hf_speculate.errors import OptionError, TargetMismatchError
 from hf_speculate.testing import check_drafter
 from hf_speculate_gguf import read_model_file, read_tokenizer
@@ -97,7 +98,7 @@ class TestAcceptance:
         "names",
         quick(
             [
-                ("pycoder", "small"),
+                ("small", "pycoder"),
                 ("qwen2", "pycoder"),
                 ("pycoder", "qwen2"),
                 ("smollm2", "qwen2"),
@@ -208,8 +209,7 @@ class TestRequests:
         num_first = counted.pop()
         assert num_first >= ids.shape[1]
         more = torch.cat([first.sequences, coder_tokenizer("\n\ndef second(", return_tensors="pt")["input_ids"]], dim=1)
-        cache = {"past_key_values": first.past_key_values}
-        second = generate(coder, more, speculator, max_new_tokens=20, **cache)
+        second = generate(coder, more, speculator, max_new_tokens=20, **as_cache(cache_of(first)))
         assert counted.pop() < ids.shape[1], "the second turn has read the first one again"
         assert torch.equal(second.sequences, coder.generate(more, max_new_tokens=20, pad_token_id=0, speculator=None))
 
