@@ -29,7 +29,6 @@ from hf_speculate_tools.commands import (
     environment,
     find_device,
     load_target,
-    neutralize,
     progress,
     read_prompts,
     spread,
@@ -67,8 +66,9 @@ def bench_vocabularies(settings: VocabularySettings) -> dict[str, Any]:
     prompts = read_prompts(settings.prompts, settings.limit) if settings.prompts else builtin_prompts(settings.limit)
     requests = batches(tokenize(prompts, tokenizer, use_chat_template=settings.chat), 1, device)
     options = {"target": target, "model": draft, "tokenizer": tokenizer, "draft_tokenizer": draft_tokenizer}
-    neutralize(draft)
-    assisted = {"assistant_model": draft, "tokenizer": tokenizer, "assistant_tokenizer": draft_tokenizer}
+    # Stock puts other embeddings into its draft model in requests that sample, so each has a copy.
+    assistant, _ = load_target(settings.model, settings.dtype, device)
+    assisted = {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": draft_tokenizer}
     methods = [
         eager_method(),
         Method(name=STOCK, kind="stock_speculative", arguments=assisted),

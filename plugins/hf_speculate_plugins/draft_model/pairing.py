@@ -16,6 +16,7 @@ from hf_speculate.target import GenerativeModel, unwrap
 from .translation import Names, Translation
 from .vocabulary import Vocabulary
 
+
 # Tokens that a user may have added to a tokenizer, for example for padding, and not to the model.
 _MOST_ADDED = 256
 
