@@ -1,7 +1,8 @@
 """A draft model of another vocabulary: ours, and stock's universal assisted decoding with the same two models.
 
 Both get the same prompts and the same number of new tokens, one after the other in an order that rotates. A round is a
-forward of the target, the prompt's included.
+forward of the target, the prompt's included. Nats per token are those of the target's own distribution: text that is
+distributed like the target's has as many as plain decoding.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
 import typer
 
 from hf_speculate import AutoSpeculator
@@ -113,7 +115,8 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
                 "tokens\na round": "{tokens_per_round:.2f}",
                 "tokens/s": "{tokens_per_second:.0f}",
                 "speed-up": lambda row: f"{row['speedup']['median']:.2f}x",
-                "same texts": "{same}/{num_texts}",
+                "same\ntexts": "{same}/{num_texts}",
+                "nats\na token": "{nats_per_token:.2f}",
             },
             groups=("temperature",),
         )
@@ -122,16 +125,24 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run, and the number of the target's forwards in it."""
+    """A run, the number of the target's forwards in it, and the target's surprise at its text in nats per token."""
 
     timed: TimedRun
     num_forwards: int
+    nats_per_token: float
 
 
 def _counted(target: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any], repeat: int) -> _Run:
     with _forwards_of(target) as count:
         timed = generate_once(target, method, request, arguments, repeat)
-    return _Run(timed, count[0])
+    return _Run(timed, count[0], _nats_per_token(target, request, timed.rows[0], arguments.get("temperature", 1.0)))
+
+
+@torch.no_grad()
+def _nats_per_token(target: GenerativeModel, request: Request, tokens: list[int], temperature: float) -> float:
+    new = torch.tensor([tokens], dtype=torch.long, device=request.input_ids.device)
+    logits = target(torch.cat([request.input_ids, new], dim=1)).logits[0, request.length - 1 : -1].float()
+    return -(logits / temperature).log_softmax(-1).gather(1, new[0, :, None]).mean().item()
 
 
 @contextmanager
@@ -167,6 +178,7 @@ def _row(runs: Sequence[_Run], method: str, temperature: float) -> dict[str, Any
             num_tokens / len(repeats) / seconds(method, repeat) for repeat in repeats
         ),
         "speedup": spread([seconds("eager", repeat) / seconds(method, repeat) for repeat in repeats]),
+        "nats_per_token": statistics.mean(run.nats_per_token for run in own),
         "same": sum(run.timed.rows == plain[run.timed.request, run.timed.repeat].rows for run in own),
         "num_texts": len(own),
     }
