@@ -147,12 +147,12 @@ class ReadText:
             self.num_fixed = len(self.ids)
         self._fix(bytes(text), self._translation.draft.last_word(bytes(text)) if text else 0)
 
-    def state(self) -> tuple[list[int], int, bytes]:
+    def state(self) -> tuple[list[int], int, bytes, bool]:
         """The state that `restore` takes, to undo `append`."""
-        return self.ids[self.num_fixed :], self.num_fixed, self.tail
+        return self.ids[self.num_fixed :], self.num_fixed, self.tail, self._is_at_start
 
-    def restore(self, state: tuple[list[int], int, bytes]) -> None:
-        tail, self.num_fixed, self.tail = state
+    def restore(self, state: tuple[list[int], int, bytes, bool]) -> None:
+        tail, self.num_fixed, self.tail, self._is_at_start = state
         self.ids[self.num_fixed :] = tail
 
     def _text(self, token: int) -> bytes:
