@@ -181,11 +181,9 @@ class DraftModelDrafter(Drafter):
 
     @classmethod
     def for_target(cls, target: GenerativeModel, **options: Any) -> Self:
-        """`model=` is the draft model, its path or Hub id, or a GGUF file; the others are `DraftModelOptions`.
-
-        For a draft model of another vocabulary, `tokenizer=` is the target's tokenizer and `draft_tokenizer=` that of
-        the draft model, or their folders. By default they are those of the places that the models were loaded from.
-        """
+        """`model=` is the draft model, its path or Hub id, or a GGUF file. For one of another vocabulary, `tokenizer=`
+        is the target's tokenizer and `draft_tokenizer=` the draft model's, or their folders; by default they come from
+        where the models were loaded. The others are `DraftModelOptions`."""
         model = options.pop("model", None)
         tokenizers = options.pop("tokenizer", None), options.pop("draft_tokenizer", None)
         if model is None:

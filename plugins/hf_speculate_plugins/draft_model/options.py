@@ -13,7 +13,7 @@ class DraftModelOptions:
 
     Attributes:
         depth: tokens drafted along a branch; each costs one forward of the draft model.
-        top_k: branches of a level of a dynamic tree; 1 drafts a chain.
+        top_k: branches of a level of a dynamic tree; 1 drafts a chain, the only kind for another vocabulary.
         max_nodes: draft nodes of a tree (not used by chains).
     """
 

@@ -3,7 +3,7 @@
 The draft model writes text in its own tokens, and the target's tokenizer splits that text. (To map token by token would
 end a draft at the first token that only one vocabulary has.) The last word of the committed text may not be whole: its
 tokens in the draft model's vocabulary would then be others. So the draft begins before that word, and the draft model
-compares the tokens that are written with those that begin like the word and go on.
+compares the tokens that are written with those that begin like the word and are longer.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class TranslatedSession(DraftModelSession):
         return draft, len(logits) - len(tail) + at
 
     def _longer(self, log_probs: Tensor, tail: bytes, start: int) -> list[tuple[int, float]]:
-        """Probable tokens that begin like the committed text after `start` and go on, with their log-probabilities,
-        without those that the target would have written otherwise."""
+        """Probable tokens that begin like the committed text after `start` and are longer, with their
+        log-probabilities, without those that the target would have written otherwise."""
         draft, written = self._translation.draft, len(tail) - start
         longer = self._sorted_ids[draft.longer(tail[start:])]
         scores, columns = log_probs[longer].topk(min(_MOST_LONGER, len(longer)))

@@ -13,8 +13,8 @@ from torch import Tensor
 from .vocabulary import Piece, Vocabulary, num_incomplete
 
 
-# Longest end of a text, in bytes, that is kept open because a word may go on: languages without spaces have long words.
-# Shorter than the entries that sliding windows keep to move back.
+# Longest end of a text, in bytes, that is kept open because a word may continue: languages without spaces have long
+# words. Shorter than the entries that sliding windows keep to move back.
 _LONGEST_WORD = 32
 
 

@@ -127,7 +127,7 @@ class Vocabulary:
         return pieces
 
     def last_word(self, text: bytes) -> int:
-        """Index of the first byte whose tokens may still change if the text goes on: the tokenizer chooses the tokens
+        """Index of the first byte whose tokens may still change if the text continues: the tokenizer chooses the tokens
         of a word together, and the last word may not be whole."""
         incomplete = num_incomplete(text)
         whole = _ESCAPED.sub("?", text[: len(text) - incomplete].decode("utf-8", "surrogateescape"))
@@ -170,7 +170,7 @@ class Vocabulary:
         return name.replace(_BLANK, " ").encode("utf-8", "surrogatepass")
 
     def _ids_of_texts(self) -> dict[bytes, int]:
-        """Token by bytes. Of several the first one counts, and one that is no single byte of SentencePiece's."""
+        """Token by bytes. Of several the first one counts, and byte tokens of SentencePiece come last."""
         ids: dict[bytes, int] = {}
         names = {} if self._is_byte_level else {self._encoder.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         for late in (False, True):
