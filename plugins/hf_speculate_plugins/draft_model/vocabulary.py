@@ -89,7 +89,7 @@ class Vocabulary:
         for name, index in backend.get_vocab(with_added_tokens=True).items():
             if index < num_tokens:
                 self.texts[index] = added[index].content.encode() if index in added else self._bytes(name)
-        self._find_special = frozenset(self.special.values())
+        self._special_ids = frozenset(self.special.values())
         self._ids = self._ids_of_texts()
         self._longest = max(map(len, self._ids), default=0)
         whole = [token.content for token in added.values() if not token.special and token.content]
@@ -98,7 +98,7 @@ class Vocabulary:
         self.begins_with_space = _adds_space(backend)
 
     def is_special(self, token: int) -> bool:
-        return token in self._find_special
+        return token in self._special_ids
 
     def text(self, token: int) -> bytes:
         """The bytes of a token; empty for an unused id."""
@@ -175,7 +175,7 @@ class Vocabulary:
         names = {} if self._is_byte_level else {self._encoder.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         for late in (False, True):
             for index, text in enumerate(self.texts):
-                if text and index not in self._find_special and (index in names) == late:
+                if text and index not in self._special_ids and (index in names) == late:
                     ids.setdefault(text, index)
         return ids
 
