@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, TextStreamer
 
-from hf_speculate import Speculator, attach
+from hf_speculate import Speculator, attach, detach
 from hf_speculate.drafting import Drafter
 from hf_speculate.request import unchanged as module
+from hf_speculate.speculator import attached_to
 from hf_speculate.testing import EmptyDrafter
 from hf_speculate_tools.cli.session import print_piece
 from hf_speculate_tools.commands.typing import Typist
@@ -53,7 +54,9 @@ def watched(tiny_model, monkeypatch):
     model = tiny_model()
     forward = Watched(model.forward)
     monkeypatch.setitem(vars(model), "forward", forward)
-    return model
+    yield model
+    if attached_to(model) is not None:
+        detach(model)  # other tests share it
 
 
 REQUESTS = {

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_speculate import Speculator, attach, detach
+from hf_speculate.speculator import attached_to
 from hf_speculate.testing import ScriptedDrafter
 from hf_speculate_tools.serving.requests import HUNG_UP, MeasuredModel, RequestEnded, ServedRequest
 
@@ -41,7 +42,9 @@ def served(tiny_model, prompt):
     text = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
     speculator = Speculator(ScriptedDrafter(text, (1, 1, 1), vocab_size=VOCAB_SIZE))
     attach(model, speculator)
-    return model, ids, text, speculator
+    yield model, ids, text, speculator
+    if attached_to(model) is not None:
+        detach(model)  # other tests share it
 
 
 def arguments(ids, **more):
