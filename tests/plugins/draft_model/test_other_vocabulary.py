@@ -146,6 +146,7 @@ def tokenizer_named(name):
 
 
 class TestRequests:
+    @pytest.mark.rest
     def test_draft_model_of_another_vocabulary_keeps_the_contract(self, pair):
         target, _, tokenizer, _ = pair
         prompts = ["def add(a, b):\n", "The drafter 😀 drafts", "x"]
