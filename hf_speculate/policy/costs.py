@@ -89,11 +89,16 @@ class _Observed(NamedTuple):
 
         A busy machine is slow for all sizes. So most of a change goes to that factor, and less to the class itself.
         """
-        step = max(min(ratio / max(self.ratio, _LEAST) - 1, _STEP_UP), -_STEP_DOWN)
+        step = _step(self.ratio, ratio)
         mean = self.size + (size - self.size) / min(self.weight + 1, 2 * _FIRST)
         if not self.is_established:
             return _Observed(mean, min(self.ratio, ratio), self.weight + 1), 1.0
         return _Observed(mean, self.ratio * (1 + step / _FIRST), self.weight + 1), 1 + step
+
+
+def _step(estimate: float, observed: float) -> float:
+    """The relative change of an estimate by one more observation."""
+    return max(min(observed / max(estimate, _LEAST) - 1, _STEP_UP), -_STEP_DOWN)
 
 
 class _Table:
@@ -205,7 +210,7 @@ class Typical:
     def record(self, seconds: float) -> None:
         """Learns one observation."""
         if self.is_established:
-            self.seconds = min(max(seconds, (1 - _STEP_DOWN) * self.seconds), (1 + _STEP_UP) * self.seconds)
+            self.seconds *= 1 + _step(self.seconds, seconds)
         else:
             self.seconds = max(min(seconds, self.seconds or seconds), _LEAST)
         self.count, self.has_begun = self.count + 1, True

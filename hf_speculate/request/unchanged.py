@@ -67,4 +67,4 @@ def _is_own(part: Any) -> bool:
 
 
 def _is_ours(part: Any) -> bool:
-    return part.__module__.partition(".")[0] in _PACKAGES
+    return (part.__module__ or "").partition(".")[0] in _PACKAGES  # a function made by `exec` has no module

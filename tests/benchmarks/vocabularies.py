@@ -8,7 +8,7 @@ distributed like the target's has as many as plain decoding.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ import typer
 from hf_speculate import AutoSpeculator
 from hf_speculate.target import GenerativeModel
 from hf_speculate_tools.bench.methods import Method, eager_method, speculator_method
-from hf_speculate_tools.bench.runs import Request, TimedRun, batches, fixed_length, generate_once, rotated
+from hf_speculate_tools.bench.runs import Request, TimedRun, batches, fixed_length, measure_in_turn, num_steps
 from hf_speculate_tools.commands import (
     Grid,
     Limit,
@@ -33,11 +33,10 @@ from hf_speculate_tools.commands import (
     load_target,
     progress,
     read_prompts,
-    spread,
     tokenize,
 )
 
-from .command import Dtype, TargetSettings, run
+from .command import Dtype, TargetSettings, against_plain, run
 
 
 STOCK, ADAPTIVE, FIXED = "stock assisted, both tokenizers", "draft_model", "draft_model, adaptive=False"
@@ -78,17 +77,19 @@ def bench_vocabularies(settings: VocabularySettings) -> dict[str, Any]:
         speculator_method(FIXED, AutoSpeculator.from_name("draft_model", adaptive=False, **options)),
     ]
     rows = []
-    num_steps = len(settings.temperatures) * settings.repeats * len(requests) * len(methods)
-    with progress("vocabularies", total=num_steps) as advance:
+    total = len(settings.temperatures) * num_steps(len(methods), len(requests), settings.repeats)
+    with progress("vocabularies", total=total) as advance:
         for temperature in settings.temperatures:
             arguments = fixed_length(settings.max_new_tokens, temperature)
-            runs = []
-            for repeat in range(settings.repeats):
-                for request in requests:
-                    for method in rotated(methods, repeat + request.index):
-                        runs.append(_counted(target, method, request, arguments, repeat))
-                        advance(method.name)
-            rows += [_row(runs, method.name, temperature) for method in methods]
+            with _forwards_of(target) as counts:
+
+                def note(name: str, counts: list[int] = counts) -> None:
+                    counts.append(0)  # the next run begins
+                    advance(name)
+
+                runs = measure_in_turn(target, methods, requests, arguments, settings.repeats, note)
+            forwards = counts[len(methods) :]  # without those of the warm-ups
+            rows += [_row(target, requests, runs, forwards, method.name, temperature) for method in methods]
     return {
         "bench": "vocabularies",
         "target": name,
@@ -113,29 +114,14 @@ def tables(result: dict[str, Any]) -> list[Grid | str]:
                 "temperature": "{temperature:g}",
                 "method": "{method}",
                 "tokens\na round": "{tokens_per_round:.2f}",
-                "tokens/s": "{tokens_per_second:.0f}",
-                "speed-up": lambda row: f"{row['speedup']['median']:.2f}x",
+                "tokens/s": "{tokens_per_second[median]:.0f}",
+                "speed-up": "{speedup[median]:.2f}x",
                 "same\ntexts": "{same}/{num_texts}",
                 "nats\na token": "{nats_per_token:.2f}",
             },
             groups=("temperature",),
         )
     ]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A run, the number of the target's forwards in it, and the target's surprise at its text in nats per token."""
-
-    timed: TimedRun
-    num_forwards: int
-    nats_per_token: float
-
-
-def _counted(target: GenerativeModel, method: Method, request: Request, arguments: dict[str, Any], repeat: int) -> _Run:
-    with _forwards_of(target) as count:
-        timed = generate_once(target, method, request, arguments, repeat)
-    return _Run(timed, count[0], _nats_per_token(target, request, timed.rows[0], arguments.get("temperature", 1.0)))
 
 
 @torch.no_grad()
@@ -146,40 +132,39 @@ def _nats_per_token(target: GenerativeModel, request: Request, tokens: list[int]
 
 
 @contextmanager
-def _forwards_of(model: Any):
-    """Counts a model's forwards, in a list of one number."""
-    count = [0]
+def _forwards_of(model: Any) -> Iterator[list[int]]:
+    """Counts a model's forwards, in the last number of a list."""
+    counts = [0]
 
     def note(*_arguments: Any) -> None:
-        count[0] += 1
+        counts[-1] += 1
 
     handle = model.register_forward_hook(note)
     try:
-        yield count
+        yield counts
     finally:
         handle.remove()
 
 
-def _row(runs: Sequence[_Run], method: str, temperature: float) -> dict[str, Any]:
-    """The figures of a method; speed-ups are over plain decoding in the same repeat."""
-    own = [run for run in runs if run.timed.method == method]
-    plain = {(run.timed.request, run.timed.repeat): run.timed for run in runs if run.timed.method == "eager"}
-    repeats = sorted({run.timed.repeat for run in own})
-
-    def seconds(kind: str, repeat: int) -> float:
-        return sum(run.timed.seconds for run in runs if run.timed.method == kind and run.timed.repeat == repeat)
-
-    num_tokens = sum(run.timed.num_tokens for run in own)
+def _row(
+    target: GenerativeModel,
+    requests: Sequence[Request],
+    runs: Sequence[TimedRun],
+    forwards: Sequence[int],
+    method: str,
+    temperature: float,
+) -> dict[str, Any]:
+    """The figures of a method. `forwards` are those of the target in each run, and maybe more."""
+    own = [(run, count) for run, count in zip(runs, forwards, strict=False) if run.method == method]
+    plain = {(run.request, run.repeat): run for run in runs if run.method == "eager"}
+    surprise = [_nats_per_token(target, requests[run.request], run.rows[0], temperature or 1.0) for run, _ in own]
     return {
         "method": method,
         "temperature": temperature,
-        "tokens_per_round": num_tokens / sum(run.num_forwards for run in own),
-        "tokens_per_second": statistics.median(
-            num_tokens / len(repeats) / seconds(method, repeat) for repeat in repeats
-        ),
-        "speedup": spread([seconds("eager", repeat) / seconds(method, repeat) for repeat in repeats]),
-        "nats_per_token": statistics.mean(run.nats_per_token for run in own),
-        "same": sum(run.timed.rows == plain[run.timed.request, run.timed.repeat].rows for run in own),
+        "tokens_per_round": sum(run.num_tokens for run, _ in own) / sum(count for _, count in own),
+        **against_plain(runs, method),
+        "nats_per_token": statistics.mean(surprise),
+        "same": sum(run.rows == plain[run.request, run.repeat].rows for run, _ in own),
         "num_texts": len(own),
     }
 

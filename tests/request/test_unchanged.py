@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +126,7 @@ def test_functions_inside_a_streamer_are_known_if_they_are_ours_and_hold_nothing
     assert module._is_known(Typist(None, print_piece)), "the one of `hf-speculate chat` and `generate`"
     assert not module._is_known(Typist(None, closure))
     assert not module._is_known(Typist(None, lambda text: None))
+    made: dict[str, Any] = {}
+    exec("def write(text): pass", made)
+    assert made["write"].__module__ is None
+    assert not module._is_known(Typist(None, made["write"]))

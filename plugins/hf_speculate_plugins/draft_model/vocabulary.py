@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Int
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_speculate.errors import OptionError
 
@@ -274,13 +275,5 @@ def _next(text: bytes) -> bytes | None:
     return shorter[:-1] + bytes([shorter[-1] + 1]) if shorter else None
 
 
-def _byte_characters() -> list[str]:
-    """The character by which byte-level vocabularies write each byte: printable ones are themselves, and the others
-    take the characters from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-_CHARACTERS = _byte_characters()
-_BYTES = {char: byte for byte, char in enumerate(_CHARACTERS)}
+_CHARACTERS = bytes_to_unicode()  # by which byte-level vocabularies write each byte
+_BYTES = {char: byte for byte, char in _CHARACTERS.items()}
