@@ -211,7 +211,7 @@ class AdaptiveSession(PolicySession):
 
         Args:
             tokens: tokens of each row; None if the round had no draft.
-            charged, usual: see `_charges`.
+            charged, usual: see `_learn_seconds`.
         """
 
         def balance_after(charge: float) -> float:
