@@ -1,10 +1,11 @@
-"""The pages that people read, taken apart: code blocks with the comment before them, links, names in code style."""
+"""The pages that people read, taken apart: code blocks with the comment before them, links, code spans, tables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -72,6 +73,25 @@ def blocks(page: Path) -> list[Block]:
 def spans(page: Path) -> list[str]:
     """What stands between backticks in the text."""
     return [token.content for token in _inline(page) if token.type == "code_inline"]
+
+
+def table(page: Path, *header: str) -> list[list[str]]:
+    """Rows of the one table whose header begins with these cells; the header is left out. Cells are Markdown."""
+    tables: list[list[list[str]]] = []
+    for before, token in pairwise(_tokens(page)):
+        if before.type == "table_open":
+            tables.append([])
+        elif before.type == "tr_open":
+            tables[-1].append([])
+        if before.type in ("th_open", "td_open"):
+            tables[-1][-1].append(token.content)
+    (rows,) = (rows for rows in tables if rows[0][: len(header)] == [*header])
+    return rows[1:]
+
+
+def code_in(text: str) -> list[str]:
+    """The code spans of a cell or sentence."""
+    return re.findall(r"`([^`]+)`", text)
 
 
 def links(page: Path) -> list[str]:

@@ -11,9 +11,10 @@ import pytest
 import typer
 
 from hf_speculate.speculator import EngineOptions
-from hf_speculate.speculator.registry import installed_drafters, load_drafter
+from hf_speculate.speculator.registry import load_drafter
 from hf_speculate_tools.cli import app
 
+from .facts import built_in_drafters
 from .pages import PAGES, REPOSITORY, blocks, spans
 
 
@@ -21,7 +22,6 @@ _STORY = REPOSITORY / "docs" / "log.md"
 CODE = "\n".join(
     text for page in PAGES if page != _STORY for text in (*spans(page), *(block.text for block in blocks(page)))
 )
-BUILT_IN = [name for name, point in installed_drafters().items() if point.value.startswith("hf_speculate_plugins")]
 
 
 def unnamed(names: list[str]) -> list[str]:
@@ -43,7 +43,7 @@ def test_pages_name_every_engine_option():
     assert not unnamed([each.name for each in fields(EngineOptions)])
 
 
-@pytest.mark.parametrize("drafter", BUILT_IN)
+@pytest.mark.parametrize("drafter", built_in_drafters())
 def test_pages_name_every_drafter_option(drafter):
     kinds = load_drafter(drafter).options_classes
     assert not unnamed([each.name for kind in kinds for each in fields(kind) if each.init])

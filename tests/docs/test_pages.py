@@ -8,8 +8,6 @@ import re
 
 import pytest
 
-from hf_speculate.speculator import installed_drafters
-
 from .pages import PAGES, README, REPOSITORY, blocks, links, name_of, spans
 
 
@@ -48,17 +46,6 @@ def test_targets_of_make_exist(page):
     named = {name for text in code for name in re.findall(r"^make ([a-z][\w-]*)", text, re.MULTILINE)}
     missing = {name for name in named if name not in targets and f"{name}:" not in targets}
     assert not missing, f"{name_of(page)} names {missing}"
-
-
-def test_the_comparison_has_of_draft_layers_what_is_installed():
-    words = (REPOSITORY / "docs" / "beside-others.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in words.splitlines() if "|" in line]
-    is_read = "mtp" in installed_drafters()
-    (ours,) = (row[1] for row in rows if row[0] == "MTP layers of the model")
-    assert ours.startswith("yes") == is_read
-    of_others = {names: here for names, here, *_ in rows if "mtp`" in names}
-    assert list(of_others) == ["`use_mtp`", "`vendor_mtp`"]
-    assert (set(of_others.values()) == {'`speculator="mtp"`'}) == is_read
 
 
 def test_systems_that_were_not_tested_are_named_where_one_installs_and_promised_nowhere():
