@@ -40,7 +40,7 @@ from .pages import REPOSITORY, code_in, table
 
 PAGE = REPOSITORY / "docs" / "beside-others.md"
 OURS = {row: cell for row, cell, *_ in table(PAGE, "you need", "hf_speculate")}
-OF_ENGINES = table(PAGE, "of a server or program you need")
+OF_ENGINES = table(PAGE, "you need", "llama.cpp, 2026-10")
 INSTEAD = table(PAGE, "there", "here")
 THREE_ROWS = padded_batch(random_prompt, (9, 5, 7))
 
@@ -144,7 +144,7 @@ CODE_SAYS = {
     "quantised targets": lambda: (
         "bitsandbytes, packed GGUF" if {"bitsandbytes", "gguf"} <= metadata()["optional-dependencies"].keys() else "no"
     ),
-    "GGUF files": lambda: "packed; fast on a CPU" if packs_for("cuda") == ["dequantize"] else "packed; fast",
+    "GGUF files": lambda: "packed; fast on a CPU" if packs_for("cuda") == ["dequantize"] else "packed; fast anywhere",
     "training of heads": lambda: yes(bool(find_installed("hf_speculate.training_methods", "training method"))),
     "serving many users": lambda: yes("without continuous batching" not in inspect.getdoc(commands.serve)),
     "speed on GPUs": lambda: f"{'CUDA graphs' if hasattr(graphs, 'CudaGraphs') else 'no'}, [{measured_card()}](gpu.md)",
