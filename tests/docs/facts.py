@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,8 +20,11 @@ from hf_speculate import AutoSpeculator
 from hf_speculate.errors import OptionError, SpeculateError
 from hf_speculate.speculator import drafter_class_for, installed_drafters
 from hf_speculate.speculator.registry import JOINING_GROUP, find_installed
+from hf_speculate_plugins.block import BlockFiles
+from hf_speculate_plugins.eagle import EagleFiles
+from hf_speculate_plugins.medusa.loading import LAYOUTS as medusa_layouts
 
-from ..support.block_heads import KINDS, random_block
+from ..support.block_heads import KINDS, random_block, spec_of
 from ..support.heads import EAGLE_LAYOUTS, target, write_head, write_medusa_heads
 from .pages import REPOSITORY
 
@@ -96,6 +102,32 @@ def head_kind(name: str) -> str:
     """The kind of head that a page calls "EAGLE-3" or "P-EAGLE", as the Hub's tag has it."""
     tag = name.lower().replace("-", "")
     return _ALIASES.get(tag, tag)
+
+
+def writable_layouts() -> dict[str, set[str]]:
+    """Layouts by kind of head: those that can express some head of that kind."""
+    layouts: dict[str, set[str]] = {"medusa": {*medusa_layouts}}
+    for files, kind, spec in (*_block_heads(), *_eagle_heads()):
+        layouts.setdefault(kind, set()).update(each for each in files.limits if not files.problems(each, spec))
+    return layouts
+
+
+def _block_heads() -> Iterator[tuple[Any, str, Any]]:
+    """(files, kind, spec) of heads as the projects of all layouts make them. JetSpec's adapt their features."""
+    plain = {"windows": (None, None)}, {"embedding_scale": 1.0, "output_multiplier": 1.0, "softcap": None}
+    for name, first_slot, from_anchor, more in product(KINDS, (0, 1), (True, False), plain):
+        spec = spec_of(name, first_slot=first_slot, window_from_anchor=from_anchor, **more)
+        yield BlockFiles, spec.algorithm, spec
+        if name == "jetspec":
+            yield BlockFiles, name, replace(spec, adapts_features=True)
+
+
+def _eagle_heads() -> Iterator[tuple[Any, str, Any]]:
+    """The same of EAGLE heads, with an output matrix of their own and without."""
+    with TemporaryDirectory() as folder:
+        for layout in EAGLE_LAYOUTS:
+            spec = EagleFiles.open(write_head(f"{folder}/{layout}", layout)).spec
+            yield from ((EagleFiles, spec.algorithm, replace(spec, own_output=is_own)) for is_own in (True, False))
 
 
 @cache

@@ -25,11 +25,13 @@ from .facts import (
     options_of,
     readable_heads,
     releases,
+    writable_layouts,
 )
 from .pages import README, REPOSITORY, code_in, table
 
 
 DRAFTERS = REPOSITORY / "docs" / "choosing-a-drafter.md"
+HUB = REPOSITORY / "docs" / "heads-from-the-hub.md"
 WHICH = {have: take for have, take, *_ in table(README, "you have", "take")}
 THERE_IS = {code_in(name)[0]: weights for name, weights, *_ in table(DRAFTERS, "drafter", "weights")}
 OPTIONS = {code_in(name)[0]: options for name, options in table(DRAFTERS, "drafter", "options (default)")}
@@ -143,3 +145,12 @@ def test_files_with_draft_layers_are_those_that_are_read():
     assert [layout.name for layout in LAYOUTS if any(map(layout.example.startswith, names))] == [
         layout.name for layout in LAYOUTS
     ]
+
+
+def test_layouts_that_are_written_are_those_that_can_be():
+    layouts = writable_layouts()
+    written = {method: {*code_in(cell)} for method, _, cell in table(HUB, "method", "layouts read") if code_in(cell)}
+    assert len(written) == len(layouts)
+    for method, names in written.items():
+        first = re.split(r"[,:( ]", method)[0]
+        assert names == layouts["jetspec" if first == "JetSpec" else head_kind(first)]
