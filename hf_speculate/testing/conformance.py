@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..drafting import DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
+from ..drafting import Choices, DraftChecks, Drafter, DraftRequest, DraftSession, DraftState
 from ..errors import DrafterError
 from ..messages import get_logger
 from ..speculator import Speculator
@@ -169,6 +169,7 @@ class _WatchedSession(DraftSession):
         self.watched = watched
         self.inner = inner
         self.twin = twin  # a session that never looks ahead
+        self.carries_over, self.num_choices = inner.carries_over, inner.num_choices
         self.num_closed = 0
 
     def draft(self, state: DraftState) -> DraftTree:
@@ -231,6 +232,10 @@ class _WatchedSession(DraftSession):
     def observe(self, tokens, features, lengths) -> None:
         for session in filter(None, (self.inner, self.twin)):
             session.observe(tokens, features, lengths)
+
+    def observe_choices(self, choices: Choices) -> None:
+        for session in filter(None, (self.inner, self.twin)):
+            session.observe_choices(choices)
 
     def close(self) -> None:
         self.num_closed += 1

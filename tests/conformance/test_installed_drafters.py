@@ -104,6 +104,20 @@ class Session(DraftSession):
         self.drafter.on_close()
 
 
+class DraftsChoices(Broken):
+    """Drafts only after a round whose most probable tokens it got."""
+
+    def start(self, request):
+        session = Session(self)
+        session.num_choices = 2
+        session.observe_choices = lambda choices: self.seen.append(choices.token_ids.shape[-1])
+        return session
+
+    def __init__(self):
+        super().__init__(lambda root, state, tokens, parents: (tokens, parents) if self.seen else ([root], [-1]))
+        self.seen = []
+
+
 def fail():
     raise RuntimeError("on purpose")
 
@@ -152,6 +166,10 @@ class TestTheSuiteItself:
 
     def test_check_drafter_passes_the_unbroken_drafter(self, tiny_model, prompt):
         self.run(tiny_model, prompt, Broken())
+
+    def test_check_drafter_passes_the_targets_choices_on(self, tiny_model, prompt):
+        report = check_drafter(DraftsChoices(), tiny_model(), [prompt(6)[0], prompt(3, seed=1)[0]], max_new_tokens=6)
+        assert report.num_drafts > 0
 
     @pytest.mark.parametrize("name", BROKEN)
     def test_check_drafter_fails_for_broken_drafters(self, tiny_model, prompt, name):
