@@ -264,7 +264,7 @@ def card(folder: Path, number: int) -> bool:
 
 def store(folder: Path, number: int) -> None:
     requests = SuffixStore()
-    requests.extend(requests.begin(""), [number])
+    requests.extend(*requests.begin("", [[1]]), [number])
     requests.save(folder / "store.json")
 
 
@@ -445,7 +445,7 @@ def cases(tmp_path_factory) -> list[Case]:
     CalibrationTable(greedy=(0.5,) * 16).save(head)
     store = SuffixStore()
     store.attach(10)
-    store.extend(store.begin(""), [1, 2, 3])
+    store.extend(*store.begin("", [[1]]), [1, 2, 3])
     store.save(root / "store.json")
     ids = [[3, 4, 5]] * 5
     documents = {"input_ids": ids, "loss_mask": [[False, True, True]] * 5, "length": [3] * 5}

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from hf_speculate.drafting import Choices, DraftRequest, DraftSession, DraftState, new_tokens
 from hf_speculate.tree import ROOT_PARENT, DraftTree, TreeRow
 
+from .answers import answers_by_row
 from .automaton import Automaton, Mixture, Race, Source, TextDraft, draft_tree
 from .contexts import ORDERS, ContextCounts, RecycledRows
 from .guide import Guide
@@ -21,7 +22,11 @@ _NUM_RECYCLED = 32
 
 
 class TextRow:
-    """One row's text, and the drafts after its end."""
+    """One row's text, and the drafts after its end.
+
+    Args:
+        answers: counts of the answers to this row's prompt, to which it adds its own; None if there are no others.
+    """
 
     def __init__(
         self,
@@ -29,11 +34,14 @@ class TextRow:
         shared: Mapping[str, Source],
         mixture: Mixture,
         prompt: Sequence[int],
+        answers: ContextCounts | None = None,
         guide: Guide | None = None,
     ):
         self._options = options
         self._counts, self._tail = ContextCounts(), []
-        self._automaton = Automaton({**shared, "local": self._counts}, ORDERS, mixture)
+        self._answers, self._end_of_answer = answers, [*prompt[-ORDERS[-1] :]]
+        own = {"local": self._counts} if answers is None else {"answers": answers, "local": self._counts}
+        self._automaton = Automaton({**shared, **own}, ORDERS, mixture)
         self._counts.extend(self._tail, prompt)
         self._position = None if guide is None else guide.start(prompt)
 
@@ -43,6 +51,8 @@ class TextRow:
             position = self._position
             self._automaton.learn(tuple(self._tail), token, () if position is None else position.guesses)
             self._counts.extend(self._tail, [token])
+            if self._answers is not None:
+                self._answers.extend(self._end_of_answer, [token])
             self._position = None if position is None else position.after(token)
 
     def draft(self, state: DraftState, number: int) -> TextDraft:
@@ -59,7 +69,7 @@ class TextRow:
 
 
 class SuffixSession(DraftSession):
-    """Drafts from the counts of each row's text, and from sources that requests share.
+    """Drafts from the counts of each row's text, from answers to its prompt, and from sources that requests share.
 
     Args:
         store: store that gets the outputs; its lock is held while sources are read. None: there is none.
@@ -84,9 +94,13 @@ class SuffixSession(DraftSession):
         self.num_choices = _NUM_RECYCLED
         self._lock = nullcontext() if store is None else store.lock
         shared = {"recycled": recycled, **sources}
-        self._rows = [TextRow(options, shared, mixture, prompt, guide) for prompt in request.row_texts]
+        prompts = request.row_texts
+        self._rows = [
+            TextRow(options, shared, mixture, prompt, answers, guide)
+            for prompt, answers in zip(prompts, answers_by_row(prompts, store, request.adapters), strict=True)
+        ]
         self._outputs: list[list[int]] = [[] for _ in self._rows]
-        self._numbers = [] if store is None else [store.begin(request.adapters) for _ in self._rows]
+        self._numbers = [] if store is None else store.begin(request.adapters, prompts)
         self._has_seen_prompt = False
 
     def observe(self, tokens, features, lengths) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -22,7 +25,11 @@ if TYPE_CHECKING:
 _FORMAT = "hf_speculate.suffix_store.1"
 # 100 million tokens and more. A larger store is not saved, since it would not be read.
 _MAX_BYTES = 1 << 30
-_KINDS: dict[str, Any] = {"format": str, "vocab_size": int, "max_tokens": int, "requests": list}
+_KINDS: dict[str, Any] = {"format": str, "vocab_size": int, "max_tokens": int, "max_kept": int, "requests": list}
+# 80 MB.
+_MAX_KEPT = 20_000_000
+# Fewest answers to a prompt that are kept. If one request answers it more often, answers of two such requests are.
+_MIN_ANSWERS = 16
 
 
 @dataclass
@@ -30,39 +37,60 @@ class _StoredRequest:
     """One request's output, and the cursor of its counts."""
 
     adapters: str
-    tokens: list[int] = field(default_factory=list)
+    prompt: str
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     cursor: list[int] = field(default_factory=list)
+    is_counted: bool = True
+
+
+@dataclass
+class _Answers:
+    """Numbers of the requests with one prompt, oldest first, and how many of them are kept at most."""
+
+    most: int
+    numbers: list[int] = field(default_factory=list)
 
 
 class SuffixStore:
     """Outputs of earlier requests, counted apart for each set of the target's adapters, and what the target found
     probable after each token (`RecycledRows`; neither saved nor taken back with a request). May be shared by threads.
 
+    The newest outputs are counted, and every request can draft from them. Older ones are kept as answers to their
+    prompt: only a request with the same prompt drafts from them. Of each prompt the newest 16 answers are kept, or
+    twice as many as one request asked for. So answers of older weights, as in reinforcement learning, go first.
+
     A store never changes a text. But it changes the speed of requests, so by timing them, a user can find out what the
     requests of others have written. Do not share a store between people who may not read each other's texts.
 
     Args:
-        max_tokens: most tokens of all outputs; above it the oldest request's go.
+        max_tokens: most tokens that are counted, at about 1 KB each.
+        max_kept: most tokens of all outputs, at 4 bytes each; above it the oldest request's go.
     Attributes:
         lock: lock to hold while counts are read.
+        num_tokens: tokens of all outputs.
+        num_counted: those that are counted.
     Raises:
         OptionError: a limit below 1.
     """
 
-    def __init__(self, max_tokens: int = 200_000):
-        if max_tokens < 1:
-            raise OptionError(f"SuffixStore: max_tokens must be at least 1, got {max_tokens}.")
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int = 200_000, max_kept: int = _MAX_KEPT):
+        for name, limit in (("max_tokens", max_tokens), ("max_kept", max_kept)):
+            if limit < 1:
+                raise OptionError(f"SuffixStore: {name} must be at least 1, got {limit}.")
+        self.max_tokens, self.max_kept = max_tokens, max_kept
         self.lock = RLock()
-        self.num_tokens = 0
+        self.num_tokens = self.num_counted = 0
         self._vocab_size: int | None = None
         self._requests: dict[int, _StoredRequest] = {}  # oldest first
+        self._counted: dict[int, None] = {}  # numbers of those that are counted, oldest first
+        self._answers: dict[tuple[str, str], _Answers] = {}  # by adapters and prompt
         self._counts: dict[str, ContextCounts] = {}
         self._recycled: dict[str, RecycledRows] = {}
         self._num_begun = 0
 
     def __repr__(self) -> str:
-        return f"SuffixStore({len(self)} requests, {self.num_tokens} of {self.max_tokens} tokens)"
+        counted = f"{self.num_counted} of at most {self.max_tokens} counted"
+        return f"SuffixStore({len(self)} requests, {self.num_tokens} tokens, {counted})"
 
     def __len__(self) -> int:
         """Requests whose outputs are held."""
@@ -88,12 +116,34 @@ class SuffixStore:
         with self.lock:
             return self._recycled.setdefault(adapters, RecycledRows())
 
-    def begin(self, adapters: str) -> int:
-        """Opens a request; returns its number, for `extend`."""
+    def answers(self, adapters: str, prompt: Sequence[int]) -> list[Sequence[int]]:
+        """Copies of the outputs of earlier requests with this prompt and these adapters, newest first."""
         with self.lock:
-            self._num_begun += 1
-            self._requests[self._num_begun] = _StoredRequest(adapters)
-            return self._num_begun
+            kept = self._answers.get((adapters, _digest(prompt)))
+            numbers = () if kept is None else reversed(kept.numbers)
+            return [tokens[:] for number in numbers if (tokens := self._requests[number].tokens)]
+
+    def begin(self, adapters: str, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Opens requests that are made together; returns their numbers, for `extend`.
+
+        Args:
+            prompts: token ids of each request's prompt, of which the store keeps a hash. An output without a prompt
+                (no tokens) leaves the store with its counts.
+        """
+        hashes = [_digest(prompt) for prompt in prompts]
+        num_answers = Counter(hashes)
+        with self.lock:
+            return [self._open(adapters, prompt, 2 * num_answers[prompt]) for prompt in hashes]
+
+    def _open(self, adapters: str, prompt: str, most: int) -> int:
+        self._num_begun += 1
+        self._requests[self._num_begun] = _StoredRequest(adapters, prompt)
+        self._counted[self._num_begun] = None
+        if prompt:
+            kept = self._answers.setdefault((adapters, prompt), _Answers(_MIN_ANSWERS))
+            kept.most = max(_MIN_ANSWERS, most)
+            kept.numbers.append(self._num_begun)
+        return self._num_begun
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
         """Appends to a request's output. One that has left the store stays out."""
@@ -101,19 +151,48 @@ class SuffixStore:
             request = self._requests.get(number)
             if request is None:
                 return
-            request.tokens += tokens
+            request.tokens.extend(tokens)
             self.num_tokens += len(tokens)
-            self.counts(request.adapters).extend(request.cursor, tokens)
-            while self.num_tokens > self.max_tokens:
-                self.forget(next(iter(self._requests)))
+            if request.is_counted:
+                self.num_counted += len(tokens)
+                self.counts(request.adapters).extend(request.cursor, tokens)
+            self._shrink(self._answers.get((request.adapters, request.prompt)))
+
+    def _shrink(self, answers: _Answers | None) -> None:
+        """Keeps all limits, after a request with these answers has grown."""
+        while answers is not None and len(answers.numbers) > answers.most:
+            self.forget(answers.numbers[0])
+        while self.num_tokens > self.max_kept:
+            self.forget(next(iter(self._requests)))
+        while self.num_counted > self.max_tokens:
+            self._uncount(next(iter(self._counted)))
+
+    def _uncount(self, number: int) -> None:
+        request = self._requests[number]
+        if not request.prompt:
+            self.forget(number)
+            return
+        request.is_counted = False
+        del self._counted[number]
+        self.num_counted -= len(request.tokens)
+        self.counts(request.adapters).remove(request.tokens)
 
     def forget(self, number: int) -> None:
         """Drops one request's output: counts are then as if it had never been there."""
         with self.lock:
             request = self._requests.pop(number, None)
-            if request is not None:
-                self.num_tokens -= len(request.tokens)
+            if request is None:
+                return
+            self.num_tokens -= len(request.tokens)
+            if request.is_counted:
+                del self._counted[number]
+                self.num_counted -= len(request.tokens)
                 self.counts(request.adapters).remove(request.tokens)
+            key = request.adapters, request.prompt
+            if key in self._answers:
+                self._answers[key].numbers.remove(number)
+                if not self._answers[key].numbers:
+                    del self._answers[key]
 
     def clear(self) -> None:
         """Drops everything. Outputs of requests that are still running are not stored."""
@@ -131,12 +210,14 @@ class SuffixStore:
         """
         with self.lock:
             requests = [
-                {"adapters": request.adapters, "tokens": [*request.tokens]} for request in self._requests.values()
+                {"adapters": request.adapters, "prompt": request.prompt, "tokens": [*request.tokens]}
+                for request in self._requests.values()
             ]
             content = {
                 "format": _FORMAT,
                 "vocab_size": self._vocab_size,
                 "max_tokens": self.max_tokens,
+                "max_kept": self.max_kept,
                 "requests": requests,
             }
         path = Path(user_path(path))
@@ -156,17 +237,26 @@ class SuffixStore:
         vocab_size, requests = content.get("vocab_size"), content.get("requests", [])
         _check(path, requests is not None, '"requests" is null')
         _check(path, vocab_size is None or vocab_size >= 0, f'"vocab_size" is {vocab_size!r}')
-        max_tokens = content.get("max_tokens") or 0
-        _check(path, max_tokens > 0, f'"max_tokens" is {max_tokens!r}')
+        limits = {"max_tokens": content.get("max_tokens") or 0, "max_kept": content.get("max_kept", _MAX_KEPT) or 0}
+        for name, limit in limits.items():
+            _check(path, limit > 0, f'"{name}" is {limit!r}')
         for request in requests:
             _check(path, _is_request(request, vocab_size), f"a request is not tokens below {vocab_size} with adapters")
         num_tokens = sum(len(request["tokens"]) for request in requests)
-        _check(path, num_tokens <= max_tokens, f"{num_tokens} tokens are above its own limit")
-        store = cls(max_tokens)
+        _check(path, num_tokens <= limits["max_kept"], f"{num_tokens} tokens are above its own limit")
+        store = cls(**limits)
         store._vocab_size = vocab_size
+        num_answers = Counter((request["adapters"], request.get("prompt")) for request in requests)
         for request in requests:
-            store.extend(store.begin(request["adapters"]), request["tokens"])
+            adapters, prompt = request["adapters"], request.get("prompt", "")
+            number = store._open(adapters, prompt, num_answers[adapters, prompt])
+            store.extend(number, request["tokens"])
         return store
+
+
+def _digest(prompt: Sequence[int]) -> str:
+    """A hash of a prompt; "" if it has no tokens."""
+    return blake2b(array("q", prompt).tobytes(), digest_size=16).hexdigest() if len(prompt) else ""
 
 
 def _bounded(write: Writer) -> Writer:
@@ -186,6 +276,8 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 def _is_request(value: Any, vocab_size: int | None) -> bool:
     if not (isinstance(value, dict) and isinstance(value.get("adapters"), str)):
+        return False
+    if not isinstance(value.get("prompt", ""), str):
         return False
     tokens = value.get("tokens")
     return isinstance(tokens, list) and all(_is_count(token) and token < (vocab_size or 0) for token in tokens)

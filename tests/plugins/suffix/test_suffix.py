@@ -69,6 +69,19 @@ def test_suffix_drafts_give_plain_text_with_left_padding(tiny_model, prompt, do_
     assert speculator.stats.accepted_tokens > 0
 
 
+def test_rows_of_one_prompt_that_draft_from_each_other_give_plain_text(tiny_model, prompt):
+    model, inputs = tiny_model(), prompt(9)
+    speculator = AutoSpeculator.from_name("suffix", target=model, store=True)
+    for _ in range(2):
+        texts = []
+        for each in (None, speculator):
+            torch.manual_seed(3)
+            options = {"max_new_tokens": 16, "do_sample": True, "num_return_sequences": 3, "temperature": 0.3}
+            texts.append(model.generate(inputs, speculator=each, **options))
+        assert torch.equal(*texts)
+    assert speculator.stats.accepted_tokens > 0
+
+
 class TestDrafts:
     def test_earlier_text_is_drafted_again(self):
         text = [1, 2, 40, 41, 42, 43, 9, 1, 2, 40]
@@ -98,6 +111,40 @@ class TestDrafts:
         owner = drafter(store=True)
         run(owner, [1, 2, 3, 4, 5, 9])
         assert owner.store.num_tokens == 1
+
+
+class TestAnswersToOnePrompt:
+    def test_rows_draft_from_each_other(self):
+        prompt = [50, 60, 1]
+        for second, drafted in ((prompt, [3, 4, 5]), ([50, 61, 1], [3])):
+            session = start(drafter(), [*prompt, 3], [*second, 3])
+            session.observe(torch.tensor([[4, 5], [0, 0]]), {}, torch.tensor([2, 0]))
+            texts = [*prompt, 3, 4, 5], [*second, 3]
+            assert draft(session, *texts, max_depth=2, chains_only=True)[1][0] == drafted
+
+    def test_the_first_token_of_an_answer_follows_the_prompt(self):
+        owner, prompt = drafter(store=True), [50, 60, 1]
+        run(owner, [*prompt, 3], 4)
+        counts = start(owner, [*prompt, 9])._rows[0]._answers
+        assert counts.after((60, 1)).counts == {3: 1, 9: 1}
+        assert counts.after((1, 3)).counts == {4: 1}
+
+    def test_answers_that_are_not_counted_any_more_are_drafted_for_their_prompt_only(self):
+        owner, prompt = drafter(store=SuffixStore(max_tokens=1)), [50, 60, 1]
+        run(owner, [*prompt, 3], 4, 5)
+        assert owner.store.num_counted == 0
+        again, other = [*prompt, 3], [50, 61, 1, 3]
+        assert draft(start(owner, again), again, max_depth=2)[0][0] == [3, 4, 5]
+        assert draft(start(owner, other), other, max_depth=2)[0][0] == [3]
+        assert draft(start(owner, again, adapters="other"), again, max_depth=2)[0][0] == [3]
+
+    def test_the_newest_answers_are_counted_up_to_a_limit(self, monkeypatch):
+        monkeypatch.setattr("hf_speculate_plugins.suffix.answers._MAX_TOKENS", 4)
+        owner, prompt = drafter(store=True), [50, 60, 1]
+        for answer in ([3, 4, 5, 6], [7, 8, 9]):
+            run(owner, [*prompt, answer[0]], *answer[1:])
+        followers = start(owner, [*prompt, 2])._rows[0]._answers.followers
+        assert {context for context in followers if len(context) == 1} == {(1,), (7,), (8,)}
 
 
 def test_weights_are_carried_from_request_to_request_but_not_to_sampled_ones():
