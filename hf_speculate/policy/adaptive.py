@@ -50,6 +50,9 @@ _DEEPEST = 16  # levels; a draft that may go this deep has no limit
 # often slow, and without further drafts such a time would never be corrected.
 _MANY_IDLE = 64
 _FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra time to read what it has missed
+# After this many rounds with drafts that gain less than this, a round without one is timed again, and soon another one if
+# the estimate is still too high. Nothing else corrects the time of plain rounds from a minute when the machine was busy.
+_MANY_DRAFTED, _SOON, _CLEAR_GAIN = 32, 1, 1.3
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Known:
         balance: losses that drafts may still make, in one-token forwards.
         tokens, seconds: tokens and time of recent rounds, averaged over rows; the time is in one-token forwards.
         nodes: number of draft nodes of recent rounds with a draft.
-        num_idle: number of rounds since the last draft.
+        num_idle, num_drafted: number of rounds since the last draft, and since the last round without nodes.
         is_asked: whether the drafter checks before every level (`DraftState.should_continue`).
     """
 
@@ -70,6 +73,7 @@ class Known:
     seconds: Average = field(default_factory=Average)
     nodes: Average = field(default_factory=Average)
     num_idle: int = 0
+    num_drafted: int = 0
     is_asked: bool = False
     balance: float = LOSS_START
 
@@ -116,6 +120,9 @@ class AdaptiveSession(PolicySession):
         self._situation, self._early_stopping, self._reading = situation, None, 0.0
         # Measure plain decoding first: without it nothing can be compared.
         if not self._costs.rounds.knows(1, situation.context):
+            return NOTHING
+        known = self.known
+        if known.num_drafted >= _MANY_DRAFTED and known.tokens.total < _CLEAR_GAIN * known.seconds.total:
             return NOTHING
         if situation.num_unread:
             self._reading = min(self._costs.reading(situation.num_unread) / self._plain, _MOST_READING)
@@ -185,6 +192,11 @@ class AdaptiveSession(PolicySession):
         costs, context, drafting = self._costs, self._situation.context, round.seconds.drafting
         width, taken = costs.width(round.num_nodes), round.seconds.total - drafting
         costs.rounds.record(width, taken, context)
+        if round.num_nodes:
+            self.known.num_drafted += 1
+        else:
+            is_wrong = taken < (1 - _STRAY) * self._plain
+            self.known.num_drafted = _MANY_DRAFTED - _SOON if is_wrong else 0
         if not drafts:
             costs.idle.record(drafting)
             if not round.num_nodes:

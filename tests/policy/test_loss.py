@@ -3,11 +3,13 @@ slower than plain decoding, whatever the drafter."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hf_speculate.policy import NOTHING
 from hf_speculate.policy.adaptive import LOSS_CARRIED, AdaptiveSession
-from hf_speculate.tree import DraftTree, TreeRow
+from hf_speculate.tree import DraftTree, RoundSeconds, TreeRow
 
 from ..support.decoding import ROOT, BusySimulation, Simulation, best_fixed, new_session, round_of, situation
 from ..support.tiers import quick
@@ -84,6 +86,29 @@ def test_drafts_cost_little_on_a_machine_that_is_busy_now_and_then(acceptance, s
             run.run(64 * call)
         rates.append(run.tokens / run.seconds_alone)
     assert sum(rates) / len(rates) >= least
+
+
+class SlowAtFirst(Simulation):
+    """The first twelve rounds without a draft take twice as long, because the machine is busy just then."""
+
+    num_slow = 12
+
+    def take(self, round):
+        if self.num_slow and not round.num_nodes:
+            self.num_slow -= 1
+            round = replace(round, seconds=RoundSeconds(0.0, 2.0))
+        super().take(round)
+
+
+@pytest.mark.parametrize(("acceptance", "slope", "level"), [(0.25, 0.2, 0.2), (0.25, 0.3, 0.1), (0.1, 0.2, 0.1)])
+def test_drafts_that_seem_cheap_after_slow_plain_rounds_stop(acceptance, slope, level):
+    late = []
+    for seed in range(8):
+        run = SlowAtFirst(slope, lambda done, r: acceptance, lambda p: 0.7, level=level, seed=seed).run(600)
+        before = run.seconds, run.tokens
+        run.run(1000)
+        late.append((run.tokens - before[1]) / (run.seconds - before[0]))
+    assert sum(late) / len(late) >= 0.97
 
 
 def prompts_read(path, num_calls, reading):
