@@ -68,7 +68,7 @@ class SuffixStore:
     Attributes:
         lock: lock to hold while counts are read.
         num_tokens: tokens of all outputs.
-        num_counted: those that are counted.
+        num_counted: tokens that are counted.
     Raises:
         OptionError: a limit below 1.
     """
