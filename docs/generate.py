@@ -41,6 +41,7 @@ WHOLE = {
     "hf_speculate_plugins.origin": "head files",
     "hf_speculate_gguf": "GGUF files",
     "hf_speculate_gguf.native": "kernel",
+    "hf_speculate_gguf.gpu": "kernel",
     **dict.fromkeys(
         (f"hf_speculate.{name}" for name in ("request", "speculator", "custom_generate", "testing")), "request"
     ),
