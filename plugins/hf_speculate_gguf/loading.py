@@ -90,7 +90,8 @@ def load_gguf(
         backend: backend for products with packed weights. "auto" takes on a CPU "native", a kernel that is compiled at
             first use and needs a C++ compiler; in bfloat16 "native-int8", which quantises activations to 8 bits as
             llama.cpp does: faster, nearly the same. Without a compiler it takes "dense" (everything dequantised at
-            load). On other devices it takes "dequantize" (at every call, small and slow).
+            load). On other devices it takes "dequantize" (at every call, small and slow). "triton" multiplies packed
+            weights on NVIDIA GPUs; it is not measured yet, so "auto" does not take it.
         attn_implementation: attention of the model, as in `from_pretrained`; None takes its default.
         hub_kwargs: options of the download: `revision`, `token`, `cache_dir`, `local_files_only` ...
 

@@ -71,7 +71,7 @@ class GgufSettings:
 
     file: Annotated[Path | None, typer.Argument(help="A GGUF file, or smollm2 (default: random weights).")] = None
     kind: Annotated[str, typer.Option("--type", help="Type of the random weights: Q4_0, Q8_0, Q4_K_M ...")] = "Q4_0"
-    backend: Annotated[str, typer.Option(help="auto, native, native-int8, dequantize.")] = "auto"
+    backend: Annotated[str, typer.Option(help="auto, native, native-int8, dequantize, triton.")] = "auto"
     dtype: Dtype = "bfloat16"
     nodes: Annotated[list[int], typer.Option(min=2, help="Nodes of a tree, root included (repeatable).")] = field(
         default_factory=lambda: [4, 8]

@@ -17,7 +17,7 @@ from hf_speculate.policy import Adaptive
 from hf_speculate.speculator import EngineOptions, SpeculatorSpec, find_installed
 from hf_speculate.stats import SpeculationStats
 from hf_speculate.testing import ScriptedDrafter
-from hf_speculate_gguf.native.backends import BACKENDS
+from hf_speculate_gguf.native.backends import BACKENDS, choose_backend
 from hf_speculate_plugins.prompt_lookup import PromptLookupDrafter
 from hf_speculate_tools.cli import commands
 
@@ -101,10 +101,10 @@ def takes_for_each_row(**option) -> bool:
     return True
 
 
-def packs_for(device: str) -> list[str]:
-    """Backends that keep weights packed there, whether or not a compiler is installed."""
-    problems = {name: each.problem(torch.device(device), torch.float32) for name, each in BACKENDS.items()}
-    return [name for name, problem in problems.items() if "not on" not in problem]
+def fast_gguf() -> str:
+    """Where packed files are fast by themselves. `auto` takes nothing that was not measured."""
+    chosen = choose_backend("auto", torch.device("cuda"), torch.bfloat16)
+    return "packed; fast on a CPU" if chosen is BACKENDS["dequantize"] else "packed; fast anywhere"
 
 
 def transformers_range() -> str:
@@ -144,7 +144,7 @@ CODE_SAYS = {
     "quantised targets": lambda: (
         "bitsandbytes, packed GGUF" if {"bitsandbytes", "gguf"} <= metadata()["optional-dependencies"].keys() else "no"
     ),
-    "GGUF files": lambda: "packed; fast on a CPU" if packs_for("cuda") == ["dequantize"] else "packed; fast anywhere",
+    "GGUF files": fast_gguf,
     "training of heads": lambda: yes(bool(find_installed("hf_speculate.training_methods", "training method"))),
     "serving many users": lambda: yes("without continuous batching" not in inspect.getdoc(commands.serve)),
     "speed on GPUs": lambda: f"{'CUDA graphs' if hasattr(graphs, 'CudaGraphs') else 'no'}, [{measured_card()}](gpu.md)",

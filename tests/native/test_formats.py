@@ -18,6 +18,9 @@ from ..support.packed import CPU, make_matrix, pack, quantized, reference
 from ..support.tiers import quick
 
 
+ON_CPUS = [name for name in BACKENDS if name != "triton"]  # tests/gguf/test_gpu_products.py has that one
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_dequantize_equals_the_gguf_package(kind):
     block_format = FORMATS[kind]
@@ -33,7 +36,7 @@ def test_dequantize_equals_the_gguf_package(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_CPUS)
 def test_packed_products_are_those_of_the_dequantised_matrix(kind, backend, tmp_path):
     """float32 keeps the scales: what is left is the order of sums. bfloat16 rounds scales, inputs and products.
     "native-int8" quantises inputs before that, as said, and nothing else."""
@@ -82,7 +85,7 @@ def test_dequantize_backend_stays_within_its_buffer(tmp_path, monkeypatch):
     assert sum(seen) == 96
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_CPUS)
 def test_pack_refuses_scales_that_are_not_finite(backend, tmp_path):
     def spoil(data):
         data[36:38] = np.frombuffer(np.float16("inf").tobytes(), np.uint8)
@@ -119,7 +122,7 @@ def test_choose_backend_finds_backends_by_name_or_refuses():
     assert choose_backend("auto", CPU, torch.float64) is BACKENDS["dequantize"]
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) is BACKENDS["dequantize"]
     assert choose_backend("dense", CPU, torch.bfloat16) is None
-    with pytest.raises(UnsupportedRequestError, match="possible: auto, native, native-int8, dequantize, dense"):
+    with pytest.raises(UnsupportedRequestError, match="possible: auto, native, native-int8, dequantize, triton, dense"):
         choose_backend("int3", CPU, torch.bfloat16)
     with pytest.raises(UnsupportedRequestError, match="computes on the CPU, not on 'cuda'"):
         choose_backend("native", torch.device("cuda"), torch.bfloat16)

@@ -2,7 +2,7 @@
 
 binding        compiles, loads and calls the kernel; kernel_cache keeps compiled libraries
 formats        block formats of packed weights: integers, with a scale and an offset for each group
-backends       matrix products with packed weights, by the kernel or by torch
+backends       matrix products with packed weights, by the kernel, by torch or by Triton kernels (`gpu`)
 modules        packed linear layers, fused projections and embeddings
 quantized      8-bit matrices for drafting; quantized_layers: the layers that use them
 forwards       `forward` of packed models: by their native runner (runner), or by the modules if it refuses (refusals)

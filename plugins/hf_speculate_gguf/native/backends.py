@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hf_speculate.errors import CheckpointError, UnsupportedRequestError
 
+from .. import gpu
 from . import binding, large_pages
 from .formats import FORMATS
 
@@ -130,6 +131,49 @@ class DequantizeBackend(Backend):
         return products
 
 
+class TritonBackend(Backend):
+    """Triton kernels for NVIDIA GPUs: they multiply with the packed integers and sum in float32.
+
+    Up to 64 rows, the bits of a row depend on nothing but the row. More rows (prompts) are multiplied by torch's
+    library with weights that are dequantised for the call, some matrix rows at a time.
+    """
+
+    name = "triton"
+    rows_together = gpu.TILE_ROWS
+
+    def problem(self, device, dtype):
+        return gpu.problem(device, dtype)
+
+    def pack(self, matrix, device):
+        num_tiles = -(-matrix.num_rows // gpu.TILE_ROWS)
+        num_bytes = gpu.tile_bytes(matrix.type, matrix.num_columns)
+        tiles = torch.empty(num_tiles, num_bytes, dtype=torch.uint8, device=device)
+        for start, rows in matrix.chunks(BUFFER_WEIGHTS, gpu.TILE_ROWS):
+            packed = gpu.pack(rows.to(device), matrix.type)
+            if packed is None:
+                raise _not_finite(matrix)
+            tiles[start // gpu.TILE_ROWS :][: len(packed)] = packed
+        return tiles
+
+    def multiply(self, inputs, layer):
+        if inputs.device != layer.packed.device or (inputs.is_cpu and gpu.problem(inputs.device, inputs.dtype)):
+            raise UnsupportedRequestError(
+                f"these GGUF weights were packed for Triton on {str(layer.packed.device)!r}, which does not compute on "
+                f"{str(inputs.device)!r}: load the file with load_gguf(..., device={str(inputs.device)!r})."
+            )
+        if len(inputs) <= gpu.MAX_ROWS:
+            multiply = torch.ops.hf_speculate.multiply_tiles if torch.compiler.is_compiling() else gpu.multiply
+            return multiply(inputs, layer.packed, layer.block_type, layer.out_features)
+        step = max(BUFFER_WEIGHTS // inputs.shape[1] // gpu.TILE_ROWS, 1) * gpu.TILE_ROWS
+        products = inputs.new_empty(len(inputs), layer.out_features)
+        for start in range(0, layer.out_features, step):
+            stop = min(start + step, layer.out_features)
+            tiles = layer.packed[start // gpu.TILE_ROWS : -(-stop // gpu.TILE_ROWS)]
+            weights = gpu.unpack(tiles, layer.block_type, stop - start, inputs.shape[1])
+            products[:, start:stop] = functional.linear(inputs, weights.to(inputs.dtype))
+        return products
+
+
 def _not_finite(matrix: Any) -> CheckpointError:
     return CheckpointError(f"{', '.join(matrix.names)} ({matrix.type}): some scales are not finite.")
 
@@ -153,6 +197,16 @@ def _(inputs, tiles, block_type, out_features, quantize):
     return inputs.new_empty(inputs.shape[0], out_features)
 
 
+@torch.library.custom_op("hf_speculate::multiply_tiles", mutates_args=())
+def _multiply_tiles(inputs: Tensor, tiles: Tensor, block_type: str, out_features: int) -> Tensor:
+    return gpu.multiply(inputs, tiles, block_type, out_features)
+
+
+@_multiply_tiles.register_fake
+def _(inputs, tiles, block_type, out_features):
+    return inputs.new_empty(inputs.shape[0], out_features)
+
+
 def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
     """The part of `Backend.problem` that all CPU kernels share."""
     if device.type != "cpu":
@@ -163,7 +217,7 @@ def _problem_on_cpus(device: torch.device, dtype: torch.dtype) -> str:
 
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (NativeBackend(), QuantizingBackend(), DequantizeBackend())
+    backend.name: backend for backend in (NativeBackend(), QuantizingBackend(), DequantizeBackend(), TritonBackend())
 }
 
 
@@ -188,6 +242,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backe
 def _fastest(device: torch.device, dtype: torch.dtype) -> Backend | None:
     """The fastest backend. It is None for a CPU without a compiler, as dequantising at every call is far slower."""
     if _problem_on_cpus(device, dtype):
+        # Not `TritonBackend`: nothing of it was measured on a GPU yet.
         return BACKENDS[DequantizeBackend.name]
     if binding.native_problem():
         return None

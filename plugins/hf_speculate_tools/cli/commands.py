@@ -117,8 +117,8 @@ def doctor(
     gguf_backend: Annotated[
         str | None,
         typer.Option(
-            help="Backend of a GGUF file: auto, native, native-int8, dequantize or dense (default: native and "
-            "native-int8)."
+            help="Backend of a GGUF file: auto, native, native-int8, dequantize, triton or dense (default: "
+            "native and native-int8)."
         ),
     ] = None,
     dtype: TargetDtype = "auto",

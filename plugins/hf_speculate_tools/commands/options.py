@@ -102,7 +102,7 @@ Exact = Annotated[
     ),
 ]
 GgufBackend = Annotated[
-    str, typer.Option(help="Backend of a GGUF file: auto, native, native-int8, dequantize or dense.")
+    str, typer.Option(help="Backend of a GGUF file: auto, native, native-int8, dequantize, triton or dense.")
 ]
 Device = Annotated[str | None, typer.Option(help="Device of the model (default: the accelerator, else the CPU).")]
 BatchSizes = Annotated[
