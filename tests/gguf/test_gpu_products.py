@@ -113,6 +113,14 @@ def test_layers_of_the_first_rows_share_the_tiles(tmp_path):
     torch.testing.assert_close(first(inputs), layer(inputs)[:, :70])
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_products_are_one_operation_for_torch_compile(tmp_path):
+    matrix, backend = make_matrix(tmp_path, "Q8_0", rows=70, columns=64), BACKENDS["triton"]
+    layer, inputs = PackedLinear(64, 70, "Q8_0", backend, backend.pack(matrix, CPU)), torch.randn(2, 64)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(inputs), layer(inputs))
+
+
 def test_problem_names_what_is_missing(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -176,10 +184,9 @@ def compiled(monkeypatch, tmp_path):
 
 def compile_product(kernel, kind, dtype, columns, capability, results="*fp32"):
     constants = products.constants(kind, dtype, columns, interpreted=False)
-    warps = constants.pop("num_warps")
     aligned = [name for name in kernel.arg_names if name not in (*products._VARYING, *constants)]
     pointers = {"inputs": ELEMENTS[dtype], "tiles": "*u8", "results": results}
-    return compile_for(capability, kernel, pointers, constants, aligned, num_warps=warps)
+    return compile_for(capability, kernel, pointers, constants, aligned, **products.OPTIONS)
 
 
 ELEMENTS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -209,7 +216,7 @@ def test_products_of_other_dtypes_and_padded_columns_compile(compiled, dtype, tm
 @pytest.mark.rest
 def test_the_sum_of_splits_compiles(compiled, tmp_path):
     pointers = {"results": "*fp32", "outputs": "*bf16"}
-    code = compile_for(90, compiled[1], pointers, {"BLOCK": products._ADD_COLUMNS})
+    code = compile_for(90, compiled[1], pointers, {"BLOCK": products._ADD_COLUMNS}, **products.OPTIONS)
     assert resources_of(code, tmp_path).spilled == 0
 
 

@@ -36,7 +36,8 @@ MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK_ROWS = 16  # rows of a program: the fewest that a tensor core takes
-_NUM_WARPS = 4
+# Options of both kernels. A product and a sum in one instruction are what Triton 3.9 makes by default, and 3.10 not.
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 _ADD_COLUMNS = 256  # columns of a program that adds splits
 # Programs wanted for a matrix, so that loads of several are on their way in each multiprocessor. It is a constant:
 # with the number of multiprocessors, the bits of a row would depend on the GPU.
@@ -111,11 +112,11 @@ def multiply(
             *(inputs.contiguous(), tiles.contiguous(), results, num_rows, out_features, in_features),
             *(layout.num_slabs(in_features), slabs_per_split, at.end),
             *(at.high, at.scale_factors, at.offset_factors, at.scales, at.offsets),
-            **constants(block_type, inputs.dtype, in_features, is_interpreting()),
+            **(constants(block_type, inputs.dtype, in_features, is_interpreting()) | OPTIONS),
         )
         if splits > 1:
             grid = (num_rows, -(-out_features // _ADD_COLUMNS))
-            add[grid](results, outputs, num_rows, out_features, splits, BLOCK=_ADD_COLUMNS)
+            add[grid](results, outputs, num_rows, out_features, splits, BLOCK=_ADD_COLUMNS, **OPTIONS)
     return outputs
 
 
@@ -132,7 +133,7 @@ def constants(block_type: str, dtype: torch.dtype, in_features: int, interpreted
         **{"FACTORS": layout.num_factors, "FACTOR_BIAS": layout.factor_bias, "LOOKS_UP": layout.looks_up},
         **{"GROUPS_PER_WORD": 4 if layout.num_factors else 2, "IS_PADDED": in_features % layout.slab != 0},
         "FACTOR": tl.float32 if interpreted else getattr(tl, str(dtype).removeprefix("torch.")),
-        **{"TILE": TILE_ROWS, "BLOCK_ROWS": _BLOCK_ROWS, "num_warps": _NUM_WARPS},
+        **{"TILE": TILE_ROWS, "BLOCK_ROWS": _BLOCK_ROWS},
     }
 
 
