@@ -9,7 +9,7 @@ DEMO := $(if $(wildcard $(SETUP)),$(SETUP),.venv/.installed-demo)
 BENCHMARKS := bench-ahead bench-costs bench-edits bench-first bench-gguf bench-headline bench-heads bench-loss bench-schemas bench-tools bench-train bench-vocabularies
 
 .PHONY: demo smollm2 kernel test test-rest test-all slow newest versions peers ecosystem scale stock-tests sanitize arm cross gpu lint fix docs bench \
-	bench-quick $(BENCHMARKS) build llama-cpp clean
+	bench-quick $(BENCHMARKS) bench-rollouts build llama-cpp clean
 
 demo: $(DEMO) smollm2 kernel
 	$(BIN)/python examples/demo.py $(if $(TARGET),--target $(TARGET))
@@ -190,6 +190,10 @@ bench-quick: $(SETUP)
 # Benchmarks of the project itself: make bench-heads ARGS="--quick --threads 2".
 $(BENCHMARKS): bench-%: $(SETUP)
 	$(BIN)/python -m tests.benchmarks.$* $(ARGS)
+
+# It needs TRL.
+bench-rollouts: $(ECOSYSTEM)/.installed
+	$(ECOSYSTEM)/bin/python -m tests.benchmarks.rollouts $(ARGS)
 
 # llama.cpp, compiled for this machine (ten minutes on two cores), for `make bench-headline`.
 LLAMA := .venv-llama

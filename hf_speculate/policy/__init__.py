@@ -26,6 +26,8 @@ without a draft costs 1, and every token is worth 1.
 - If no similar rounds were timed, a slow round is charged in full. The *surcharge* is the loss of the balance by time
   that is more than 10 % above the expected time. If recent rounds show that the machine is busy, the surcharge is added
   to the balance again. It falls by 5 % per round.
+- Only rounds without draft nodes show what they take. While drafts gain less than 30 %, every 33rd round is such a
+  round. If it takes over 10 % less than expected, another one follows after the next draft.
 
 An example: a one-token forward takes one second. Drafting takes 0.1 seconds per level, and verifying 4 nodes takes 1.2
 seconds. All this was timed before.

@@ -23,6 +23,7 @@ from ..benchmarks import (
     headline_picture,
     heads,
     loss,
+    rollouts,
     shapes,
     tools,
     train,
@@ -48,6 +49,12 @@ def tiny_shape(monkeypatch):
 def test_every_benchmark_has_a_target_of_make():
     known = {path.stem for path in Path(ahead.__file__).parent.glob("*.py") if "run(" in path.read_text()} - {"command"}
     assert {f"bench-{name}" for name in known} <= set(MAKEFILE.read_text().split())
+
+
+def test_rollouts_without_trl_say_where_it_is(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(SpeculateError, match="needs TRL: `make ecosystem` sets up"):
+        rollouts.bench_rollouts(rollouts.RolloutSettings())
 
 
 def test_the_command_ends_in_one_line_of_json(monkeypatch, capsys):

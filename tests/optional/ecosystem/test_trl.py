@@ -4,6 +4,7 @@ head was not trained for (`make ecosystem`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from transformers import GenerationConfig
 
 import hf_speculate
 
-from .conftest import QUIET, without_timings
+from ...benchmarks.rollouts import RolloutSettings, bench_rollouts
+from .conftest import HEAD, QUIET, without_timings
 
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
@@ -198,6 +200,47 @@ def test_text_after_training_is_plains(train, load_model, tokenizer, attach_head
     output = model.generate(**inputs, max_new_tokens=48)
     assert torch.equal(output, model.generate(**inputs, max_new_tokens=48, speculator=None))
     hf_speculate.detach(model)
+
+
+def test_rollouts_that_draft_from_earlier_answers_are_plain_and_draft_more_in_each_epoch(train, load_model):
+    """Of one training, both with the policy and with fixed trees, whose acceptance depends on no clock."""
+    make = rewarded("GRPO", num_train_epochs=3, max_steps=-1, num_generations=4, temperature=0.5, eval_strategy="no")
+    plain = train(load_model(), make, "plain")
+    for options in ("store=true", "store=true,adaptive=false,max_nodes=4"):
+        model, by_epoch = load_model(), []
+        speculator = hf_speculate.attach(model, f"suffix:{options}")
+        generate = type(model).generate
+
+        def counted(self, *args, speculator=speculator, by_epoch=by_epoch, generate=generate, **kwargs):
+            output = generate(self, *args, **kwargs)
+            by_epoch.append((speculator.stats.emitted_tokens, speculator.stats.rounds))
+            return output
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(model), "generate", counted)
+            attached = train(model, make, options)
+        hf_speculate.detach(model)
+        assert attached[:2] == plain[:2]
+        assert all(torch.equal(attached[2][key], value) for key, value in plain[2].items())
+        assert not speculator.stats.fallbacks
+    assert len(plain[0]) == 3 * len(PROMPTS)
+    store = speculator.drafter.store
+    assert len(store) == sum(map(len, plain[0]))
+    assert store.num_tokens == speculator.stats.emitted_tokens
+    ends = [by_epoch[len(PROMPTS) * epoch - 1] for epoch in (1, 2, 3)]
+    rates = [(end[0] - start[0]) / (end[1] - start[1]) for start, end in pairwise([(0, 0), *ends])]
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_the_benchmark_of_rollouts_gives_each_methods_figures():
+    settings = RolloutSettings(speculators=["suffix:store=true", str(HEAD)], **RolloutSettings.QUICK)
+    result = bench_rollouts(settings)
+    assert [row["same"] for row in result["rows"]] == [result["num_rollouts"]] * 3 == [4] * 3
+    plain, ours, head = result["rows"]
+    assert plain["speedup"] == 1.0
+    assert not plain["tokens_per_round"]
+    assert all(1.0 <= rate <= 9.0 for row in (ours, head) for rate in row["tokens_per_round"])
+    assert len(head["tokens_per_round"]) == 2
 
 
 def test_rollouts_without_a_cache_are_plain(train, load_model, attach_head):
