@@ -50,8 +50,8 @@ _DEEPEST = 16  # levels; a draft that may go this deep has no limit
 # often slow, and without further drafts such a time would never be corrected.
 _MANY_IDLE = 64
 _FEW_IDLE = 4  # rounds; after more rounds without a draft, a head needs extra time to read what it has missed
-# After this many rounds with drafts that gain less than this, a round without one is timed again, and soon another one if
-# the estimate is still too high. Nothing else corrects the time of plain rounds from a minute when the machine was busy.
+# After this many rounds with drafts that gain less than this, a round without one is timed again, and soon another one
+# if the estimate is still too high. Nothing else corrects a plain round's time from a minute when the machine was busy.
 _MANY_DRAFTED, _SOON, _CLEAR_GAIN = 32, 1, 1.3
 
 

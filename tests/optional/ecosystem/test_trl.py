@@ -4,7 +4,6 @@ head was not trained for (`make ecosystem`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
@@ -202,34 +201,24 @@ def test_text_after_training_is_plains(train, load_model, tokenizer, attach_head
     hf_speculate.detach(model)
 
 
-def test_rollouts_that_draft_from_earlier_answers_are_plain_and_draft_more_in_each_epoch(train, load_model):
-    """Of one training, both with the policy and with fixed trees, whose acceptance depends on no clock."""
-    make = rewarded("GRPO", num_train_epochs=3, max_steps=-1, num_generations=4, temperature=0.5, eval_strategy="no")
+def test_rollouts_that_draft_from_earlier_answers_are_plain(train, load_model):
+    """With the policy, and with fixed trees, whose acceptance depends on no clock: a store raises it."""
+    steps = {"num_train_epochs": 3, "max_steps": -1, "eval_strategy": "no", "learning_rate": 1e-5}
+    make = rewarded("GRPO", num_generations=4, **steps)
     plain = train(load_model(), make, "plain")
-    for options in ("store=true", "store=true,adaptive=false,max_nodes=4"):
-        model, by_epoch = load_model(), []
-        speculator = hf_speculate.attach(model, f"suffix:{options}")
-        generate = type(model).generate
-
-        def counted(self, *args, speculator=speculator, by_epoch=by_epoch, generate=generate, **kwargs):
-            output = generate(self, *args, **kwargs)
-            by_epoch.append((speculator.stats.emitted_tokens, speculator.stats.rounds))
-            return output
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(model), "generate", counted)
-            attached = train(model, make, options)
-        hf_speculate.detach(model)
-        assert attached[:2] == plain[:2]
-        assert all(torch.equal(attached[2][key], value) for key, value in plain[2].items())
-        assert not speculator.stats.fallbacks
     assert len(plain[0]) == 3 * len(PROMPTS)
-    store = speculator.drafter.store
-    assert len(store) == sum(map(len, plain[0]))
-    assert store.num_tokens == speculator.stats.emitted_tokens
-    ends = [by_epoch[len(PROMPTS) * epoch - 1] for epoch in (1, 2, 3)]
-    rates = [(end[0] - start[0]) / (end[1] - start[1]) for start, end in pairwise([(0, 0), *ends])]
-    assert rates[0] < rates[1] < rates[2]
+    yields = []
+    for options in ("store=true", "store=true,adaptive=false", "store=false,adaptive=false"):
+        model = load_model()
+        speculator = hf_speculate.attach(model, f"suffix:{options}")
+        result = train(model, make, options)
+        hf_speculate.detach(model)
+        assert result[:2] == plain[:2]
+        assert all(torch.equal(result[2][key], value) for key, value in plain[2].items())
+        assert not speculator.stats.fallbacks
+        yields.append(speculator.stats.tokens_per_round)
+    _, with_store, without = yields
+    assert with_store > 1.05 * without
 
 
 def test_the_benchmark_of_rollouts_gives_each_methods_figures():
