@@ -100,8 +100,9 @@ class SlowAtFirst(Simulation):
         super().take(round)
 
 
-@pytest.mark.parametrize(("acceptance", "slope", "level"), [(0.25, 0.2, 0.2), (0.25, 0.3, 0.1), (0.1, 0.2, 0.1)])
-def test_drafts_that_seem_cheap_after_slow_plain_rounds_stop(acceptance, slope, level):
+@pytest.mark.parametrize("costs", quick([(0.25, 0.2, 0.2), (0.25, 0.3, 0.1), (0.1, 0.2, 0.1)]))
+def test_drafts_that_seem_cheap_after_slow_plain_rounds_stop(costs):
+    acceptance, slope, level = costs
     late = []
     for seed in range(8):
         run = SlowAtFirst(slope, lambda done, r: acceptance, lambda p: 0.7, level=level, seed=seed).run(600)
