@@ -141,7 +141,7 @@ class SuffixStore:
         self._counted[self._num_begun] = None
         if prompt:
             kept = self._answers.setdefault((adapters, prompt), _Answers(_MIN_ANSWERS))
-            kept.most = max(_MIN_ANSWERS, most)
+            kept.most = max(kept.most, most)
             kept.numbers.append(self._num_begun)
         return self._num_begun
 

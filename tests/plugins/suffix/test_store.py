@@ -107,6 +107,8 @@ class TestAnswers:
                 store.extend(number, [epoch])
         assert answers(store, [1]) == [[2]] * 10 + [[1]] * 10
         assert answers(store, [2]) == [[2], [1], [0]]
+        store.extend(*store.begin("", [[1]]), [3])  # a single answer, as in an evaluation
+        assert answers(store, [1]) == [[3]] + [[2]] * 10 + [[1]] * 9
 
     def test_answers_of_older_weights_leave_before_those_of_other_prompts(self):
         """Each prompt has room for sixteen answers, all together for 32."""
