@@ -40,7 +40,6 @@ class _StoredRequest:
     prompt: str
     tokens: array[int] = field(default_factory=lambda: array("i"))
     cursor: list[int] = field(default_factory=list)
-    is_counted: bool = True
 
 
 @dataclass
@@ -153,7 +152,7 @@ class SuffixStore:
                 return
             request.tokens.extend(tokens)
             self.num_tokens += len(tokens)
-            if request.is_counted:
+            if number in self._counted:
                 self.num_counted += len(tokens)
                 self.counts(request.adapters).extend(request.cursor, tokens)
             self._shrink(self._answers.get((request.adapters, request.prompt)))
@@ -165,29 +164,26 @@ class SuffixStore:
         while self.num_tokens > self.max_kept:
             self.forget(next(iter(self._requests)))
         while self.num_counted > self.max_tokens:
-            self._uncount(next(iter(self._counted)))
+            oldest = next(iter(self._counted))
+            drop = self._uncount if self._requests[oldest].prompt else self.forget
+            drop(oldest)
 
     def _uncount(self, number: int) -> None:
-        request = self._requests[number]
-        if not request.prompt:
-            self.forget(number)
-            return
-        request.is_counted = False
-        del self._counted[number]
-        self.num_counted -= len(request.tokens)
-        self.counts(request.adapters).remove(request.tokens)
+        """Takes a request's output out of the counts, if it is there."""
+        if number in self._counted:
+            del self._counted[number]
+            request = self._requests[number]
+            self.num_counted -= len(request.tokens)
+            self.counts(request.adapters).remove(request.tokens)
 
     def forget(self, number: int) -> None:
         """Drops one request's output: counts are then as if it had never been there."""
         with self.lock:
-            request = self._requests.pop(number, None)
-            if request is None:
+            if number not in self._requests:
                 return
+            self._uncount(number)
+            request = self._requests.pop(number)
             self.num_tokens -= len(request.tokens)
-            if request.is_counted:
-                del self._counted[number]
-                self.num_counted -= len(request.tokens)
-                self.counts(request.adapters).remove(request.tokens)
             key = request.adapters, request.prompt
             if key in self._answers:
                 self._answers[key].numbers.remove(number)
