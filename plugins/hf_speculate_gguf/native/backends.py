@@ -6,6 +6,7 @@ Decoding and verification use the same backend: the bits of a row never depend o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,17 @@ class Backend(ABC):
     @abstractmethod
     def multiply(self, inputs: Float[Tensor, "M K"], layer: Any) -> Float[Tensor, "M N"]:
         """x @ w.T without bias, for a packed `layer`."""
+
+    def _in_parts(
+        self, inputs: Float[Tensor, "M K"], out_features: int, multiply: Callable[[int, int], Tensor]
+    ) -> Float[Tensor, "M N"]:
+        """Products by a function that dequantises the matrix rows from one number to another and multiplies."""
+        step = max(BUFFER_WEIGHTS // inputs.shape[1] // self.rows_together, 1) * self.rows_together
+        products = inputs.new_empty(len(inputs), out_features)
+        for start in range(0, out_features, step):
+            stop = min(start + step, out_features)
+            products[:, start:stop] = multiply(start, stop)
+        return products
 
 
 class NativeBackend(Backend):
@@ -122,13 +134,12 @@ class DequantizeBackend(Backend):
     def multiply(self, inputs, layer):
         num_inputs, block_format = inputs.shape[0], FORMATS[layer.block_type]
         tiles = functional.pad(inputs, (0, 0, 0, -num_inputs % self._ROWS)).split(self._ROWS)
-        step = max(BUFFER_WEIGHTS // inputs.shape[1], 1)
-        products = inputs.new_empty(num_inputs, layer.out_features)
-        for start in range(0, layer.out_features, step):
-            weights = block_format.dequantize(layer.packed[start : start + step]).to(inputs.dtype)
-            made = torch.cat([functional.linear(tile, weights) for tile in tiles])
-            products[:, start : start + step] = made[:num_inputs]
-        return products
+
+        def multiply(start: int, stop: int) -> Tensor:
+            weights = block_format.dequantize(layer.packed[start:stop]).to(inputs.dtype)
+            return torch.cat([functional.linear(tile, weights) for tile in tiles])[:num_inputs]
+
+        return self._in_parts(inputs, layer.out_features, multiply)
 
 
 class TritonBackend(Backend):
@@ -164,14 +175,13 @@ class TritonBackend(Backend):
         if len(inputs) <= gpu.MAX_ROWS:
             multiply = torch.ops.hf_speculate.multiply_tiles if torch.compiler.is_compiling() else gpu.multiply
             return multiply(inputs, layer.packed, layer.block_type, layer.out_features)
-        step = max(BUFFER_WEIGHTS // inputs.shape[1] // gpu.TILE_ROWS, 1) * gpu.TILE_ROWS
-        products = inputs.new_empty(len(inputs), layer.out_features)
-        for start in range(0, layer.out_features, step):
-            stop = min(start + step, layer.out_features)
+
+        def multiply_dequantized(start: int, stop: int) -> Tensor:
             tiles = layer.packed[start // gpu.TILE_ROWS : -(-stop // gpu.TILE_ROWS)]
             weights = gpu.unpack(tiles, layer.block_type, stop - start, inputs.shape[1])
-            products[:, start:stop] = functional.linear(inputs, weights.to(inputs.dtype))
-        return products
+            return functional.linear(inputs, weights.to(inputs.dtype))
+
+        return self._in_parts(inputs, layer.out_features, multiply_dequantized)
 
 
 def _not_finite(matrix: Any) -> CheckpointError:
