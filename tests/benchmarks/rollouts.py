@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -21,7 +20,6 @@ from datasets import Dataset
 from transformers import PrinterCallback
 
 from hf_speculate.errors import SpeculateError
-from hf_speculate.stats import SpeculationStats
 from hf_speculate.target import GenerativeModel
 from hf_speculate.verification import RngState
 from hf_speculate_tools.bench.methods import Method, eager_method, speculator_methods
@@ -75,21 +73,25 @@ class _Figures:
 
     def timed(self, call: Callable[[], Any], method: Method, epoch: int, model: GenerativeModel) -> Any:
         """The result of a call of this method's, which is added to the figures."""
-        speculator = method.arguments.get("speculator")
-        before = None if speculator is None else deepcopy(speculator.stats)
+        tokens_before, rounds_before = _counts(method)
         seconds, result = timed(call, model.device)
+        tokens, rounds = _counts(method)
         self.seconds[epoch] += seconds
-        if before is not None:
-            self.tokens[epoch] += speculator.stats.emitted_tokens - before.emitted_tokens
-            self.rounds[epoch] += _num_rounds(speculator.stats) - _num_rounds(before)
+        self.tokens[epoch] += tokens - tokens_before
+        self.rounds[epoch] += rounds - rounds_before
         return result
 
     def tokens_per_round(self) -> list[float]:
-        return [self.tokens[epoch] / self.rounds[epoch] for epoch in sorted(self.rounds)]
+        """By epoch; nothing for plain `generate`."""
+        return [self.tokens[epoch] / rounds for epoch, rounds in sorted(self.rounds.items()) if rounds]
 
 
-def _num_rounds(stats: SpeculationStats) -> int:
-    return stats.rounds + stats.rounds_without_draft
+def _counts(method: Method) -> tuple[int, int]:
+    """Tokens and rounds of a method's speculator so far."""
+    if method.kind == "eager":
+        return 0, 0
+    stats = method.arguments["speculator"].stats
+    return stats.emitted_tokens, stats.rounds + stats.rounds_without_draft
 
 
 def bench_rollouts(settings: RolloutSettings) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def bench_rollouts(settings: RolloutSettings) -> dict[str, Any]:
             _share_of_spaces,
             args=arguments,
             train_dataset=Dataset.from_list(
-                [{"prompt": prompt.messages if is_chat else str(prompt.content)} for prompt in prompts]
+                [{"prompt": prompt.messages if is_chat else prompt.content} for prompt in prompts]
             ),
             processing_class=tokenizer,
         )
